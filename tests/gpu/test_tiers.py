@@ -24,7 +24,7 @@ pytestmark = pytest.mark.cuda
 NAME = "tiny-qwen3"
 CONFIG = WorkerConfig(
     slots=4, blocks=24, block_size=16, context_tokens=256, step_tokens=256, depth=2, reserve=ReservePolicy.NONE,
-    tiers=TierConfig(host_rows=64, bring_back=BringBack.ALWAYS, haul_blocks=4),
+    tiers=TierConfig(host_rows=64, bring_back=BringBack.ALWAYS, transfer_blocks=4),
 )  # fmt: skip
 STORED = replace(CONFIG, tiers=replace(CONFIG.tiers, store=True))
 ROOMY = replace(CONFIG, blocks=128, prefix_cache=False, tiers=TierConfig())

@@ -85,7 +85,7 @@ def test_what_a_request_waits_for_goes_before_what_nobody_waits_for(gated: tuple
     bench.copier.copy(CopyIn(TransferId(4), numbers(3), numbers(3)))
     bench.copier.copy(CopyIn(TransferId(5), numbers(4), numbers(4)))
     blocks.gate.release(100)
-    assert [bench.next().haul for _ in range(5)] == [1, 4, 5, 2, 3]
+    assert [bench.next().transfer for _ in range(5)] == [1, 4, 5, 2, 3]
 
 
 def test_a_fence_stops_a_copy_at_the_next_block_and_is_answered_only_then(gated: tuple[Bench, GatedBlocks]) -> None:

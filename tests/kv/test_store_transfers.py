@@ -50,7 +50,7 @@ class Bench:
         """Why it failed."""
         event = self.next()
         assert isinstance(event, TransferFailed)
-        assert event.haul == haul
+        assert event.transfer == haul
         return event.reason
 
     @property
@@ -323,7 +323,7 @@ def test_a_store_that_fails_fails_the_haul_with_its_reason(
     bench.look(0)
     bench.get((0,), (1,))
     told = [bench.next() for _ in range(3)]
-    assert sorted(event.haul for event in told) == [1, 2, 3]
+    assert sorted(event.transfer for event in told) == [1, 2, 3]
     assert all(isinstance(event, TransferFailed) and event.reason == "refused" for event in told)
     store.fails = ""
     bench.look(0)
@@ -523,7 +523,7 @@ def test_no_more_wait_than_may(bench: Bench, store: MemoryStore) -> None:
     haul = bench.put(1)
     assert bench.next() == TransferFailed(haul, "too many transfers wait for the store")
     store.go_on()
-    assert [bench.next().haul for _ in range(9)] == list(range(1, 10))
+    assert [bench.next().transfer for _ in range(9)] == list(range(1, 10))
 
 
 def test_a_haul_that_was_never_ordered_is_not_known(bench: Bench) -> None:

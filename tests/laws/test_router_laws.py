@@ -584,7 +584,7 @@ class World:
                     prefill[choice.prefill[0].session] += choice.prefill[1]
         assert waiting == router.waiting
         for session, member in router.fleet.members.items():
-            assert len(member.aboard) == aboard.pop(session, 0)
+            assert len(member.choices) == aboard.pop(session, 0)
             assert member.prefill_tokens == prefill[session]
         assert not aboard, "somebody is aboard of an instance that is gone"
 
@@ -618,7 +618,7 @@ class World:
                 assert None not in client.outcomes
             assert client.opened + (client.declined is not None) == 1 or client.body < 0
         for member in self.router.fleet.members.values():
-            assert not member.aboard
+            assert not member.choices
             assert member.prefill_tokens == 0
         assert self.router.waiting == 0
         for life in self.connected():

@@ -33,8 +33,8 @@ def tiered(draw: st.DrawFn) -> WorkerConfig:
             save_finished=draw(st.booleans()),
             cache_outputs=draw(st.sampled_from([True, True, False])),
             bring_back=draw(st.sampled_from([BringBack.ALWAYS, BringBack.ALWAYS, BringBack.CHEAPEST])),
-            haul_blocks=draw(st.integers(1, 4)),
-            hauls_max=draw(st.integers(1, 3)),
+            transfer_blocks=draw(st.integers(1, 4)),
+            transfers_max=draw(st.integers(1, 3)),
             failures_max=draw(st.integers(1, 3)),
             copy_us=20_000,
             look_us=10_000,
@@ -88,7 +88,7 @@ def test_any_mix_with_tiers_ends_with_exact_tokens(config: WorkerConfig, todo: l
 def _held_nothing(driver: TieredDriver) -> None:
     gauges = driver.worker.gauges()
     assert gauges.blocks.running == gauges.blocks.leaving == gauges.blocks.receiving == 0
-    assert gauges.running == gauges.waiting == gauges.storage.hauls == 0
+    assert gauges.running == gauges.waiting == gauges.storage.transfers == 0
 
 
 def _told_the_truth(driver: TieredDriver, config: WorkerConfig, serial: Serial, item: Submission, disturbed: bool) -> None:

@@ -111,7 +111,7 @@ class Shelves:
 
     def carry_out(self, effect: StorageEffect) -> None:
         if isinstance(effect, FenceTransfer):
-            self._inbox.put(TransferFenced(effect.haul))
+            self._inbox.put(TransferFenced(effect.transfer))
         self.told.put(effect)
 
     def traffic(self) -> StoreTraffic:
@@ -276,7 +276,7 @@ def test_kv_is_kept_and_the_front_end_hears_of_it_though_no_step_is_left(benches
     assert isinstance(order, CopyOut)
     while bench.gauges().leaving_blocks != len(order.blocks):
         pass
-    bench.inbox.put(TransferDone(order.haul, (True,) * len(order.blocks)))
+    bench.inbox.put(TransferDone(order.transfer, (True,) * len(order.blocks)))
     while (gauges := bench.gauges()).leaving_blocks:
         pass
     assert (gauges.storage.host_used, gauges.storage.saved) == (len(order.blocks), len(order.blocks))
@@ -290,7 +290,7 @@ def test_the_time_limit_of_a_copy_is_kept_while_a_step_computes(benches: list[Be
     bench.executor.gate.release(4)  # the fifth step does not end
     order = bench.shelves.told.get(timeout=DEADLINE_S)
     assert isinstance(order, CopyOut)
-    assert bench.shelves.told.get(timeout=DEADLINE_S) == FenceTransfer(order.haul)
+    assert bench.shelves.told.get(timeout=DEADLINE_S) == FenceTransfer(order.transfer)
     assert bench.executor.steps <= 4
     while bench.gauges().storage.late != 1:
         pass

@@ -17,7 +17,7 @@ from baton.core.config import PrefillPath, WorkerConfig
 from baton.core.engine.arriving_rows import ArrivingRows, Lease
 from baton.core.engine.blocks import BlockPool, Pin
 from baton.core.engine.ending import RequestEnding
-from baton.core.engine.plan import Chunk, Int64s
+from baton.core.engine.plan import Chunk, Int64s, StepPlan
 from baton.core.engine.records import PrefixHit, Request, Settled
 from baton.core.engine.request import FinishReason, Phase, Serial, Submission
 from baton.core.engine.running_set import RunningSet
@@ -26,8 +26,23 @@ from baton.core.engine.slots import Slots
 from baton.core.engine.worker import Worker
 from baton.core.handover.decode_side import DecodeHandover, DecodeHandoverState, DecodeSide
 from baton.core.handover.faults import PdCode, PdFault
-from baton.core.handover.messages import Ask, Commit, Decline, Expect, Grant, Handover, Offer, OpenShip, PeerId, Ship, Tell
-from baton.core.handover.prefill_side import PrefillHandover, PrefillHandoverState, PrefillSide
+from baton.core.handover.messages import (
+    Ask,
+    Commit,
+    Decline,
+    Expect,
+    Grant,
+    Handover,
+    Offer,
+    OpenShip,
+    PeerEvent,
+    PeerId,
+    Ship,
+    Tell,
+)
+from baton.core.handover.prefill_handovers import PrefillHandover, PrefillHandoverState
+from baton.core.handover.prefill_sending import PrefillSending
+from baton.core.handover.prefill_side import PrefillSide
 from baton.core.handover.protocol import Acts
 from tests.sim.planted import BUGS, Patch, core, wire
 
@@ -62,18 +77,25 @@ def free_what_is_read_before_its_fence(patch: Patch) -> None:
 
 @core("P lets go when it has committed, though D may still be reading its memory")
 def let_go_at_the_commit(patch: Patch) -> None:
-    commit_then = patch.original("_commit_if_ready")
+    happened_then = patch.original("PrefillSide._on_event")
+    settled_then = patch.original("PrefillSide.settled")
 
-    def commit(self: PrefillSide, entry: PrefillHandover) -> Acts:
-        acts = commit_then(self, entry)
-        return acts + self._adopted(entry) if acts else acts
+    def leave_committed(self: PrefillSide) -> Acts:
+        return [act for entry in self.open() for act in self._adopted(entry)]
 
-    patch.set("_commit_if_ready", commit)
+    def happened(self: PrefillSide, event: PeerEvent) -> Acts:
+        return happened_then(self, event) + leave_committed(self)
+
+    def settled(self: PrefillSide, settled: Settled, now_us: int) -> Acts:
+        return settled_then(self, settled, now_us) + leave_committed(self)
+
+    patch.set("PrefillSide._on_event", happened)
+    patch.set("PrefillSide.settled", settled)
 
 
 @core("a fence that is ordered twice is taken as answered")
 def take_the_second_order_for_the_answer(patch: Patch) -> None:
-    heard_then = patch.original("DecodeSide._heard")
+    heard_then = patch.original("DecodeSide._on_message")
 
     def heard(self: DecodeSide, peer: PeerId, message: object) -> Acts:
         acts = heard_then(self, peer, message)
@@ -83,14 +105,14 @@ def take_the_second_order_for_the_answer(patch: Patch) -> None:
                 acts += self._fenced(entry)
         return acts
 
-    patch.set("DecodeSide._heard", heard)
+    patch.set("DecodeSide._on_message", heard)
 
 
 @core("a prefill whose attempt was given up before it began is still sent")
 def open_what_was_given_up(patch: Patch) -> None:
     begun_then = patch.original("_begun")
 
-    def begun(self: PrefillSide, entry: PrefillHandover, slot: int, computed: int) -> Acts:
+    def begun(self: PrefillSending, entry: PrefillHandover, slot: int, computed: int) -> Acts:
         state, entry.state = entry.state, PrefillHandoverState.PREFILLING
         try:
             return begun_then(self, entry, slot, computed)
@@ -114,7 +136,7 @@ def never_give_back_what_was_lent(patch: Patch) -> None:
 def send_before_it_is_computed(patch: Patch) -> None:
     ship_then = patch.original("_ship_chunk")
 
-    def ship(self: PrefillSide, entry: PrefillHandover, chunk: Chunk, step: int) -> Acts:
+    def ship(self: PrefillSending, entry: PrefillHandover, chunk: Chunk, step: int) -> Acts:
         return [
             Ship(act.handover, None, act.first, act.upto, act.last) if isinstance(act, Ship) else act
             for act in ship_then(self, entry, chunk, step)
@@ -130,7 +152,7 @@ def send_before_it_is_computed(patch: Patch) -> None:
 def keep_the_partial_block(patch: Patch) -> None:
     ship_then = patch.original("_ship_chunk")
 
-    def ship(self: PrefillSide, entry: PrefillHandover, chunk: Chunk, step: int) -> Acts:
+    def ship(self: PrefillSending, entry: PrefillHandover, chunk: Chunk, step: int) -> Acts:
         acts = ship_then(self, entry, chunk, step)
         size = self._block_size
         return [
@@ -147,7 +169,7 @@ def keep_the_partial_block(patch: Patch) -> None:
 def forget_to_send_what_was_cached(patch: Patch) -> None:
     begun_then = patch.original("_begun")
 
-    def begun(self: PrefillSide, entry: PrefillHandover, slot: int, computed: int) -> Acts:
+    def begun(self: PrefillSending, entry: PrefillHandover, slot: int, computed: int) -> Acts:
         return [act for act in begun_then(self, entry, slot, computed) if not isinstance(act, Ship)]
 
     patch.set("_begun", begun)
@@ -185,7 +207,7 @@ def land_on_the_cached_prefix(patch: Patch) -> None:
 def open_with_the_wrong_blocks(patch: Patch) -> None:
     begun_then = patch.original("_begun")
 
-    def begun(self: PrefillSide, entry: PrefillHandover, slot: int, computed: int) -> Acts:
+    def begun(self: PrefillSending, entry: PrefillHandover, slot: int, computed: int) -> Acts:
         whole = self._scheduler.slots.blocks(slot)
         return [
             OpenShip(act.handover, act.token, act.first, whole[: len(act.blocks)].copy())
@@ -334,8 +356,8 @@ def ask_twice_compute_twice(patch: Patch) -> None:
 
     def asked(self: PrefillSide, peer: PeerId, ask: Ask) -> Acts:
         handover = Handover(peer, ask.request, ask.attempt)
-        self._open.pop(handover, None)
-        self._queue.pop(handover, None)
+        self._handovers._open.pop(handover, None)
+        self._handovers.queue.pop(handover, None)
         return asked_then(self, peer, ask)
 
     patch.set("handover._asked", asked)
@@ -397,9 +419,9 @@ def ask_nobody(patch: Patch) -> None:
         self._rows.may_ask = True
         return acts
 
-    def planned(self: DecodeSide, now_us: int) -> Acts:
+    def planned(self: DecodeSide, plan: StepPlan | None, now_us: int) -> Acts:
         if self._peers:
-            return planned_then(self, now_us)
+            return planned_then(self, plan, now_us)
         self._rows.asked()
         return []
 
@@ -435,13 +457,13 @@ def prefill_while_draining(patch: Patch) -> None:
 
 @core("P's queue has no bound")
 def queue_without_bound(patch: Patch) -> None:
-    cannot_then = patch.original("_cannot")
+    cannot_then = patch.original("_decline_reason")
 
     def cannot(self: PrefillSide, submission: Submission) -> str | None:
         reason = cannot_then(self, submission)
         return None if reason is not None and "queue" in reason else reason
 
-    patch.set("_cannot", cannot)
+    patch.set("_decline_reason", cannot)
 
 
 @core("a failed transfer is told to nobody; D learns of it when its lease ends")
@@ -568,7 +590,7 @@ def compute_before_the_grant(patch: Patch) -> None:
 
     def advance(self: PrefillSide, now_us: int) -> Acts:
         acts = advance_then(self, now_us)
-        for entry in self._open.values():
+        for entry in self.open():
             if entry.state is PrefillHandoverState.OFFERED and entry.serial is not None:
                 self._held.begin(entry.serial)
         return acts

@@ -239,7 +239,7 @@ def go_on_placing_where_it_drains(patch: Patch) -> None:
 
 @core("what an instance that drains has open stays there, however long that takes")
 def never_clear_out(patch: Patch) -> None:
-    patch.set("clear_out", lambda self, member: None)
+    patch.set("move_all", lambda self, member: None)
 
 
 @core("an instance that is gone still counts as one that can prefill")
@@ -247,9 +247,12 @@ def send_to_a_giver_that_is_gone(patch: Patch) -> None:
     list_then = patch.original("_list")
 
     def make_lists(self: FleetMembers) -> None:
-        before = self.givers
+        before = self.prefillers
         list_then(self)
-        self.givers = [*self.givers, *(m for m in before if m.state is MemberState.GONE and m not in self.givers)]
+        self.prefillers = [
+            *self.prefillers,
+            *(m for m in before if m.state is MemberState.GONE and m not in self.prefillers),
+        ]
 
     patch.set("_list", make_lists)
 

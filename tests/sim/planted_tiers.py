@@ -53,8 +53,8 @@ __all__ = ["BUGS"]
 
 @core("blocks that are being copied to host memory are free for others at once")
 def copy_blocks_that_nobody_holds(patch: Patch) -> None:
-    patch.set("BlockPool.lend", lambda self, blocks: None)
-    patch.set("engine.give_back", lambda self, blocks: None)
+    patch.set("BlockPool.hold_for_copy", lambda self, blocks: None)
+    patch.set("engine.end_copy", lambda self, blocks: None)
 
 
 @core("a copy that is late gives its blocks back with the order to fence it, not with the answer")
@@ -63,9 +63,9 @@ def give_blocks_back_before_the_fence(patch: Patch) -> None:
 
     def expire(self: Tiers, now_us: int) -> None:
         expire_then(self, now_us)
-        for haul in self._hauls:
+        for haul in self._transfers:
             if haul.fencing and haul.kind is TransferKind.OUT:
-                self._saving._pool.give_back(haul.blocks)
+                self._saving._pool.end_copy(haul.blocks)
                 haul.blocks = haul.blocks[:0]
 
     patch.set("Tiers.expire", expire)
@@ -202,7 +202,7 @@ def _believing(patch: Patch, kind: TransferKind, answers: type | tuple[type, ...
 
     def ended(self: Tiers, haul: OpenTransfer, event: StorageEvent) -> None:
         if haul.kind is kind and isinstance(event, answers):
-            event = TransferDone(haul.haul, (True,) * len(haul.keys))
+            event = TransferDone(haul.id, (True,) * len(haul.keys))
         ended_then(self, haul, event)
 
     patch.set("_ended", ended)
@@ -350,7 +350,7 @@ def fence_nothing(patch: Patch) -> None:
     expire_then = patch.original("Tiers.expire")
 
     def expire(self: Tiers, now_us: int) -> None:
-        for haul in self._hauls:
+        for haul in self._transfers:
             haul.deadline_us = max(haul.deadline_us, now_us + 1)
         expire_then(self, now_us)
 
@@ -378,15 +378,15 @@ def fence_again_and_again(patch: Patch) -> None:
 
 @core("a request waits for the store until it answers")
 def wait_for_the_store(patch: Patch) -> None:
-    seek_then = patch.original("KvFetching.seek")
+    seek_then = patch.original("KvFetching.prefetch")
 
-    def seek(self: KvFetching, seeker: Any, keys: Sequence[Key]) -> bool:
-        sought = seek_then(self, seeker, keys)
-        if seeker in self._seeks:
-            self._seeks[seeker].until_us = 1 << 60
+    def prefetch(self: KvFetching, requester: Any, keys: Sequence[Key]) -> bool:
+        sought = seek_then(self, requester, keys)
+        if requester in self._prefetches:
+            self._prefetches[requester].until_us = 1 << 60
         return sought
 
-    patch.set("KvFetching.seek", seek)
+    patch.set("KvFetching.prefetch", prefetch)
     patch.set("KvFetching.over", lambda self, haul: None)
 
 
@@ -472,7 +472,7 @@ def reuse_numbers(patch: Patch) -> None:
 
     def begin(self: OpenTransfers, *arguments: Any, **named: Any) -> TransferId:
         if not self._open:
-            self._next_haul = 0
+            self._next_id = 0
         return begin_then(self, *arguments, **named)
 
     patch.set("OpenTransfers.begin", begin)
@@ -484,10 +484,10 @@ def store_rows_that_are_filling(patch: Patch) -> None:
 
     def copy_out(self: KvSaving, saved: list[tuple[Key, int]], rows: Int32s) -> None:
         copy_then(self, saved, rows)
-        if self._config.store and saved and self._hauls.may_ask(TransferKind.PUT):
+        if self._config.store and saved and self._transfers.may_ask(TransferKind.PUT):
             key = saved[0][0]
-            haul = self._hauls.begin(TransferKind.PUT, (key,), self._config.put_us)
-            self._hauls.order(Put(haul, (key,), rows[:1]))
+            haul = self._transfers.begin(TransferKind.PUT, (key,), self._config.put_us)
+            self._transfers.order(Put(haul, (key,), rows[:1]))
 
     def has_put(self: KvSaving, haul: OpenTransfer, came: Sequence[bool]) -> None:
         if set(haul.keys) <= self._putting:
@@ -500,11 +500,11 @@ def store_rows_that_are_filling(patch: Patch) -> None:
 
 @core("a giver does not look up when what it waited for has come from the store")
 def offer_nothing_after_a_fetch(patch: Patch) -> None:
-    def hauled(self: Worker, event: StorageEvent) -> list[Effect]:
+    def transferred(self: Worker, event: StorageEvent) -> list[Effect]:
         self._tiers.handle(event, self._now_us)
         return []
 
-    patch.set("_hauled", hauled)
+    patch.set("_transferred", transferred)
 
 
 # ── what is stored ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -63,21 +63,21 @@ class TieredDriver(Driver):
         """Carry out an order that is under way."""
         order = self.orders.pop(at)
         of_store = isinstance(order, Look | Get | Put)
-        self.send(TransferFailed(order.haul, "broken") if of_store and self.shelf.fails else self._carried_out(order))
+        self.send(TransferFailed(order.transfer, "broken") if of_store and self.shelf.fails else self._carried_out(order))
 
     def fail(self, at: int = 0) -> None:
         """Half of what it would have written is nonsense."""
         order = self.orders.pop(at)
         self._scribble(order)
-        self.send(TransferFailed(order.haul, "broken"))
+        self.send(TransferFailed(order.transfer, "broken"))
 
     def answer_fence(self, at: int = 0) -> None:
         """What was being written by then is nonsense."""
         fence = self.fences.pop(at)
-        for order in [order for order in self.orders if order.haul == fence.haul]:
+        for order in [order for order in self.orders if order.transfer == fence.transfer]:
             self.orders.remove(order)
             self._scribble(order)
-        self.send(TransferFenced(fence.haul))
+        self.send(TransferFenced(fence.transfer))
 
     def go_on(self) -> None:
         """A millisecond of planning and computing; what is under way between the tiers stays so."""

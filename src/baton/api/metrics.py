@@ -103,7 +103,7 @@ class _EngineCollector(Collector):
             "KV blocks that were not kept or fetched because computing them is quicker",
             storage.recompute_cheaper,
         )
-        yield self._gauge("kv_transfers_open", "Transfers with host memory or the store under way", storage.hauls)
+        yield self._gauge("kv_transfers_open", "Transfers with host memory or the store under way", storage.transfers)
         yield self._count("kv_transfers_failed", "Transfers with host memory or the store that failed", storage.failed)
         yield self._count("kv_transfers_late", "Transfers with host memory or the store given up as too slow", storage.late)
 

@@ -28,40 +28,40 @@ class VictimPolicy(StrEnum):
 
 
 class PrefillPath(StrEnum):
-    """How an instance that only prefills plans its steps."""
+    """The way in which an instance that only prefills plans its steps."""
 
     SHORT = "short"
     GENERAL = "general"
 
 
 class OnPreempt(StrEnum):
-    """What becomes of a request that an instance cannot hold, or whose hand-over failed."""
+    """Handling of a request that an instance cannot hold, or whose hand-over failed."""
 
     RESUME = "resume"
-    """It goes back into this instance's own queue, and its prefill is done here."""
+    """Put it back into this instance's own queue, and prefill it here."""
     RESCHEDULE = "reschedule"
-    """The attempt ends with everything generated so far, for a router to go on from elsewhere."""
+    """End the attempt with everything generated so far, for a router to continue elsewhere."""
 
 
 class BringBack(StrEnum):
-    """When KV that lies in host memory or in the store is fetched rather than computed again."""
+    """Policy for fetching KV from host memory or the store instead of computing it again."""
 
     CHEAPEST = "cheapest"
-    """When that is quicker, by measured rates."""
+    """Fetch if that is quicker by measured rates."""
     ALWAYS = "always"
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What an instance does, as data: nothing compares names of roles."""
+    """The capabilities of an instance, as data: code tests these, not the name."""
 
     name: str
     serves: bool
-    """Takes requests of clients, and decodes."""
+    """Accepts requests of clients, and decodes."""
     takes: bool
     """Has peers that prefill for it."""
     gives: bool
-    """Prefills for peers, and hands over."""
+    """Prefills for peers and hands the KV over."""
 
 
 MIXED = Role("mixed", serves=True, takes=False, gives=False)
@@ -88,15 +88,15 @@ class HandoverSettings:
         ),
         Bounds(least=1),
     ] = 2_000_000
-    """How long leased blocks wait without a sign of the giver."""
+    """Time for which leased blocks wait without a message from the prefill side."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoverConfig(HandoverSettings):
     renew_us: AtLeastOne = 500_000
-    """How often a giver says that it is still at it."""
+    """Interval at which the prefill side renews a lease."""
     retry_after_us: AtLeastOne = 100_000
-    """What a refused giver is told."""
+    """Sent with a refusal."""
     local_tokens: Annotated[int, Bounds(least=0)] = 16
     """A prompt with at most this many uncached tokens is prefilled where it decodes."""
     vocabulary: int = 1 << 31
@@ -135,25 +135,25 @@ class TierSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierConfig(TierSettings):
-    """Where KV goes that the pool has no room for."""
+    """Host memory and the store, for KV beyond the pool."""
 
     host_rows: Annotated[int, Bounds(least=0)] = 0
-    """Blocks that host memory holds; 0: there are no other tiers."""
+    """Blocks that fit into host memory; 0: there are no other tiers."""
     store: bool = False
-    """A store lies behind the host's memory."""
-    haul_blocks: AtLeastOne = 16
-    """Most blocks that one order moves: they are free, or there, when all of them are."""
-    hauls_max: AtLeastOne = 8
-    """Most orders to the store at once, of each kind."""
+    """There is a store behind host memory."""
+    transfer_blocks: AtLeastOne = 16
+    """Most blocks in one order; they become available together."""
+    transfers_max: AtLeastOne = 8
+    """Most open orders to the store of each kind."""
     copy_us: AtLeastOne = 1_000_000
-    """How long a copy between device and host may take before it is fenced."""
+    """Time limit of a copy between device and host; after it the copy is fenced."""
     look_us: AtLeastOne = 100_000
     get_us: AtLeastOne = 1_000_000
     put_us: AtLeastOne = 5_000_000
     depart_us: AtLeastOne = 500_000
-    """How long the end of a request that goes elsewhere waits for its KV to be stored."""
+    """Longest time that the end of a request that continues elsewhere waits for its KV to be stored."""
     failures_max: AtLeastOne = 3
-    """After this many failures in a row the store is left alone for a while."""
+    """Failures in a row after which the store is not used for a while."""
     retry_us: AtLeastOne = 1_000_000
     retry_us_max: int = 30_000_000
 
@@ -222,7 +222,7 @@ class SchedulerSettings:
     max_preemptions: Annotated[
         int, Setting("max-preemptions", Panel.PRESSURE, "A request that yielded this often is no longer a victim.", 0)
     ] = 8
-    """A request that yielded this often is no longer a victim, and comes back only with its whole need reserved."""
+    """A request preempted this often is no longer a victim, and is admitted again only with its whole need promised."""
     on_preempt: Annotated[
         OnPreempt,
         Setting(

@@ -1,9 +1,9 @@
-"""Errors of three kinds: ours (a broken law), the client's (a refusal), the world's (an event, not an exception).
+"""Errors of Baton itself (a broken law) and of the client (a refusal). Failures of the outside world are events.
 
 BatonError
-├── InvariantViolated        a law of ours is broken; never caught to carry on
+├── InvariantViolated        a law is broken; never caught to continue
 │   └── IllegalTransition    a phase was asked to move along an edge that does not exist
-└── Refused                  the client asked for what cannot be; always reaches the client
+└── Refused                  a request cannot be served; always reported to the client
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ class BatonError(Exception):
 
 
 class InvariantViolated(BatonError):
-    """A law of ours does not hold. Raised instead of `assert`, which `python -O` removes."""
+    """A law does not hold. Raised instead of `assert`, which `python -O` removes."""
 
 
 class IllegalTransition(InvariantViolated):
-    """A state machine was driven along an edge that its table does not have."""
+    """A state machine got a move that its table does not have for its state."""
 
 
 class RefusalCode(StrEnum):
@@ -39,11 +39,11 @@ class RefusalCode(StrEnum):
     DRAINING = "draining"
     WRONG_ROLE = "wrong_role"
     NOTHING_LEFT = "nothing_left"
-    """What was generated elsewhere is the whole answer already."""
+    """The outputs generated elsewhere are already the whole answer."""
     NO_INSTANCE = "no_instance"
-    """A router has nobody to give it to."""
+    """The router has no instance for it."""
     RATE_LIMITED = "rate_limited"
-    """The tenant has used up what it may."""
+    """The tenant has used up its rate."""
 
 
 @dataclass(frozen=True, slots=True)

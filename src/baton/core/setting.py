@@ -1,4 +1,4 @@
-"""How a field of a configuration is declared: its bounds, and how an operator sets it.
+"""Declares a field of a configuration: its bounds, and the option that sets it.
 
     slots: Annotated[int, Setting("max-num-seqs", Panel.KV, "Most requests that run at once.", least=1)] = 64
 
@@ -49,7 +49,7 @@ class Panel(StrEnum):
 
 
 class Unit(Enum):
-    """How an option is written, where that differs from the field."""
+    """The notation of an option, where it differs from the field."""
 
     AS_IS = "as it is"
     BYTES = "bytes"
@@ -85,13 +85,13 @@ class Setting:
     """The option that this one follows in `--help`. Default: the field before it."""
     has_variable: bool = True
     is_argument: bool = False
-    """It is given by its place, without --NAME."""
+    """A positional argument, without --NAME."""
     is_flag: bool = False
     """There is no --no-NAME."""
 
 
 def notes_of(hint: object) -> tuple[Any, tuple[Any, ...]]:
-    """A type without its annotations, and those."""
+    """A type without its annotations, and the annotations."""
     if get_origin(hint) is Annotated:
         kind, *notes = get_args(hint)
         return kind, tuple(notes)

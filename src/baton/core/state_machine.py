@@ -1,4 +1,4 @@
-"""A transition table that is obeyed and counted.
+"""A transition table that is enforced and counted.
 
     machine = StateMachine(TRANSITIONS, "a request")
     request.phase = machine.after(request.phase, Move.ADMIT)   # IllegalTransition where the table has no such edge
@@ -38,5 +38,5 @@ class StateMachine(Generic[State, Move]):
         return after
 
     def moves(self) -> dict[tuple[State, Move], int]:
-        """How often each transition of the table was taken; a copy."""
+        """Number of times each transition of the table was taken; a copy."""
         return dict(self._moves)

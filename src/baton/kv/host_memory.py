@@ -94,7 +94,7 @@ class HostCopier:
         self._memory.demand(order.rows)
         if not ids_within(order.blocks, self._blocks.blocks) or len(order.blocks) != len(order.rows):
             raise InvariantViolated(f"blocks {order.blocks.tolist()} cannot be copied to or from {len(order.rows)} rows")
-        hold = self._open[order.haul] = TransferHold()
+        hold = self._open[order.transfer] = TransferHold()
         with self._condition:
             if isinstance(order, CopyIn):
                 self._waiting_in.append((order, hold))
@@ -124,11 +124,11 @@ class HostCopier:
                 continue  # fenced while it waited
             copied = self._copied(order, hold)
             done = hold.let_go()
-            self._open.pop(order.haul, None)
+            self._open.pop(order.transfer, None)
             if not done:
-                self._report(TransferFenced(order.haul))
+                self._report(TransferFenced(order.transfer))
             elif copied:
-                self._report(TransferDone(order.haul, (True,) * len(order.rows)))
+                self._report(TransferDone(order.transfer, (True,) * len(order.rows)))
 
     def _next(self) -> tuple[CopyOut | CopyIn, TransferHold] | None:
         with self._condition:

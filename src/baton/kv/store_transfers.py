@@ -195,7 +195,7 @@ class StoreTransfers:
     def start(self, order: Order) -> None:
         if not isinstance(order, Look):
             self._memory.demand(order.rows)
-        task = self._open[order.haul] = _Task(order)
+        task = self._open[order.transfer] = _Task(order)
         reason = self._pool_of(task).add(task)
         if reason is not None:
             self._fail(task, reason)
@@ -243,7 +243,7 @@ class StoreTransfers:
         except (BadStore, StoreFailed) as failure:
             self._fail(task, str(failure))
         else:
-            self._end(task, TransferDone(task.order.haul, tuple(came)))
+            self._end(task, TransferDone(task.order.transfer, tuple(came)))
 
     def _came(self, task: _Task, arena: _Arena) -> list[bool]:
         """Carry out the order: one result for each key, or fewer if it was fenced and they are not used."""
@@ -309,8 +309,8 @@ class StoreTransfers:
             np.copyto(target, source)
         if hold.let_go():
             return True
-        self._open.pop(task.order.haul, None)
-        self._report(TransferFenced(task.order.haul))
+        self._open.pop(task.order.transfer, None)
+        self._report(TransferFenced(task.order.transfer))
         return False
 
     def _drop(self, names: list[str], flaws: list[EnvelopeFlaw]) -> None:
@@ -327,10 +327,10 @@ class StoreTransfers:
 
     def _fail(self, task: _Task, reason: str) -> None:
         self._count(errors=1)
-        self._end(task, TransferFailed(task.order.haul, reason))
+        self._end(task, TransferFailed(task.order.transfer, reason))
 
     def _end(self, task: _Task, event: TransferDone | TransferFailed) -> None:
-        self._open.pop(task.order.haul, None)
+        self._open.pop(task.order.transfer, None)
         if not task.hold.fenced:  # otherwise the fence was the answer
             self._log_failing(event)
             self._report(event)

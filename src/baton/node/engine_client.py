@@ -241,7 +241,7 @@ class EngineClient:
 
     async def wait_idle(self) -> None:
         """Until no request is open, nor a hand-over to a peer, and what is being kept of KV is where it should be."""
-        while self.open_requests or self._gauges.handovers.open or self._gauges.storage.hauls:
+        while self.open_requests or self._gauges.handovers.open or self._gauges.storage.transfers:
             self._fewer.clear()
             await self._fewer.wait()
 

@@ -63,7 +63,7 @@ class KvStorage:
                 self._fence(haul)
             case _:
                 if self._store_transfers is None:
-                    raise InvariantViolated(f"haul {effect.haul} is for a store, and there is none")
+                    raise InvariantViolated(f"haul {effect.transfer} is for a store, and there is none")
                 self._store_transfers.start(effect)
 
     def _fence(self, haul: TransferId) -> None:

@@ -105,7 +105,7 @@ def shelved_world(on_preempt: OnPreempt, roles: tuple[Role, ...] = (MIXED, MIXED
     """Host memory and a store: pools too small for two prompts, which come again here and elsewhere."""
     small = small_world(pulls=False, on_preempt=on_preempt, path=PrefillPath.SHORT)
     tiers = TierConfig(
-        host_rows=10, store=True, bring_back=BringBack.ALWAYS, haul_blocks=2, copy_us=4_000, look_us=5_000, get_us=5_000,
+        host_rows=10, store=True, bring_back=BringBack.ALWAYS, transfer_blocks=2, copy_us=4_000, look_us=5_000, get_us=5_000,
         put_us=10_000, depart_us=5_000, retry_us=20_000, retry_us_max=40_000,
     )  # fmt: skip
     config = replace(small.config, slots=2, blocks=8, context_tokens=30, tiers=tiers)

@@ -77,10 +77,10 @@ def peer_tables() -> list[tuple[str, list[tuple[Enum, Enum]]]]:
     tables: list[tuple[str, list[tuple[Enum, Enum]]]] = []
     for role in (PREFILL, DECODE):
         worker = Worker(WorkerConfig(slots=1, blocks=1, role=role), PrefixIndex(bytes(16), b"", 1))
-        if worker.giver is not None:
-            tables.append(("giver", list(worker.giver.moves())))
-        if worker.taker is not None:
-            tables.append(("taker", list(worker.taker.moves())))
+        if worker.prefill_side is not None:
+            tables.append(("giver", list(worker.prefill_side.moves())))
+        if worker.decode_side is not None:
+            tables.append(("taker", list(worker.decode_side.moves())))
     return tables
 
 
@@ -112,9 +112,9 @@ class _Behind:
         return self._worker.scheduler.request(serial) is not None
 
     def loads(self) -> list[tuple[TransferId, Serial]]:
-        if self._worker.giver is not None:
+        if self._worker.prefill_side is not None:
             return []
-        return [(haul.haul, haul.serial) for haul in self._worker.scheduler.tiers.open() if haul.serial is not None]
+        return [(haul.id, haul.serial) for haul in self._worker.scheduler.tiers.open() if haul.serial is not None]
 
 
 class InstanceRecord:
@@ -151,7 +151,7 @@ class InstanceRecord:
         match event:
             case Cancel(serial) | StopAt(serial, _):
                 self._doom(worker, [serial])
-            case FrontEndLost() if worker.giver is None:  # what a giver has open is its peers'
+            case FrontEndLost() if worker.prefill_side is None:  # what a giver has open is its peers'
                 self._doom(worker, [request.serial for request in worker.scheduler.requests()])
             case StepDone():
                 self._steps += 1
@@ -169,7 +169,7 @@ class InstanceRecord:
         """Steps in flight, one that carries the order, and it is gone; one that waits is gone at once."""
         for serial in serials:
             request = worker.scheduler.request(Serial(serial))
-            if worker.taker is not None and worker.taker.knows(Serial(serial)):
+            if worker.decode_side is not None and worker.decode_side.knows(Serial(serial)):
                 continue  # it ends with its fence, and that is looked at as a lease
             if request is not None and request.slot is not None and worker.scheduler.slots.restoring[request.slot]:
                 continue  # so does this one, and that is looked at as a haul
@@ -264,8 +264,8 @@ class LawChecker:
             raise LawBroken(DEADLOCK, "no pass is due")
         # Whoever must yield goes back into a full queue too.
         waiting, most = scheduler.waiting, config.waiting_max + config.slots
-        if worker.giver is not None:
-            waiting, most = worker.giver.queued, config.waiting_max
+        if worker.prefill_side is not None:
+            waiting, most = worker.prefill_side.queued, config.waiting_max
         if waiting > most:
             raise LawBroken(QUEUE_BOUND, f"{waiting} wait, {config.waiting_max} may")
         return blocks.leased + blocks.receiving
@@ -289,10 +289,10 @@ class LawChecker:
         if instance.worker is not None:
             worker = instance.worker
             self.took_moves("request", worker.scheduler.moves())
-            if worker.giver is not None:
-                self.took_moves("giver", worker.giver.moves())
-            if worker.taker is not None:
-                self.took_moves("taker", worker.taker.moves())
+            if worker.prefill_side is not None:
+                self.took_moves("giver", worker.prefill_side.moves())
+            if worker.decode_side is not None:
+                self.took_moves("taker", worker.decode_side.moves())
             hauls = self._docket(instance).hauls
             if hauls is not None:
                 self.took_moves("haul", hauls.moves)
@@ -313,12 +313,12 @@ class LawChecker:
     def names_of(self, instance: SimulatedInstance, number: TransferId) -> tuple[Key, ...]:
         """Of what an order that is under way moves."""
         tiers = instance.require_worker().scheduler.tiers
-        return next((haul.keys for haul in tiers.open() if haul.haul == number), ())
+        return next((haul.keys for haul in tiers.open() if haul.id == number), ())
 
     def waits_for(self, instance: SimulatedInstance, number: TransferId) -> RequestId | None:
         """Whose KV a copy that is under way brings back."""
         scheduler = instance.require_worker().scheduler
-        serials = [haul.serial for haul in scheduler.tiers.open() if haul.haul == number]
+        serials = [haul.serial for haul in scheduler.tiers.open() if haul.id == number]
         request = scheduler.request(serials[0]) if serials and serials[0] is not None else None
         return None if request is None else request.submission.request_id
 
@@ -340,7 +340,7 @@ class LawChecker:
     def nothing_held(self, instance: SimulatedInstance) -> None:
         gauges = instance.require_worker().gauges()
         blocks, book = gauges.blocks, self._docket(instance).peers
-        held = gauges.running, gauges.waiting, gauges.handovers.open, gauges.storage.hauls
+        held = gauges.running, gauges.waiting, gauges.handovers.open, gauges.storage.transfers
         kept = blocks.running, blocks.leased, blocks.receiving, blocks.leaving
         if any(held + kept):
             what = "running, waiting, hand-overs, hauls; blocks running, leased, receiving, leaving"

@@ -131,6 +131,6 @@ class Recovery:
             return False
         if site.fleet is not None and not site.fleet.is_quiet:
             return False
-        if any(worker is not None and worker.gauges().storage.hauls for worker in workers):
+        if any(worker is not None and worker.gauges().storage.transfers for worker in workers):
             return False
         return not site.front.open_requests and all(worker is not None and worker.is_idle for worker in workers)

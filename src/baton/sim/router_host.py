@@ -304,7 +304,7 @@ class RouterHost:
 
     def open_at(self) -> dict[Session, int]:
         fleet = self.switch.router.fleet
-        return {session: len(member.aboard) for session, member in fleet.members.items()}
+        return {session: len(member.choices) for session, member in fleet.members.items()}
 
     def holders(self, key: bytes) -> tuple[Session, ...]:
         return self.switch.router.holders(key)

@@ -44,7 +44,7 @@ def words_of(effect: Effect) -> str:
         case Withdrawn(ended):
             return f"withdraws {ended.serial}: {ended.reason}"
         case CopyOut() | CopyIn() | Look() | Get() | Put() | FenceTransfer():
-            return f"{_kind(effect)} {effect.haul}"
+            return f"{_kind(effect)} {effect.transfer}"
         case _:
             return _peer_words(effect)
 

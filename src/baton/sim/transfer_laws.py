@@ -144,16 +144,16 @@ class TransferLaws:
     # ── what is open ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _ended(self, behind: WorkerView, event: StorageEvent, now_us: int) -> None:
-        haul = self._open.pop(event.haul, None)
+        haul = self._open.pop(event.transfer, None)
         if haul is None:
             return
         self.moves[haul.kind, _end_of(haul, event)] += 1
         if haul.kind in OF_STORE and not haul.fencing:
             self._judge_store(haul.kind, isinstance(event, TransferDone), now_us)
-        serial = self._doomed.pop(event.haul, None)
+        serial = self._doomed.pop(event.transfer, None)
         if serial is not None and behind.knows(serial):
             raise LawBroken(
-                ENDS_AT_ONCE, f"{self._where}: request {serial} is still there after haul {event.haul} has ended"
+                ENDS_AT_ONCE, f"{self._where}: request {serial} is still there after haul {event.transfer} has ended"
             )
 
     def _note_effect(self, effect: Effect, now_us: int) -> None:
@@ -185,7 +185,7 @@ class TransferLaws:
             if _meet(new, old):
                 raise LawBroken(UNTOUCHED, f"{self._where}: haul {haul} ({new}) meets haul {other} ({old})")
         same = sum(old.kind is new.kind for old in self._open.values())
-        if blocks > self._config.haul_blocks or (new.kind in OF_STORE and same >= self._config.hauls_max):
+        if blocks > self._config.transfer_blocks or (new.kind in OF_STORE and same >= self._config.transfers_max):
             raise LawBroken(HAULS_BOUND, f"{self._where}: haul {haul} has {blocks} blocks, {same} like it are open")
         if new.kind in OF_STORE:
             self._may_ask(haul, new)

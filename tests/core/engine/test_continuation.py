@@ -266,7 +266,7 @@ def test_the_peer_that_is_named_is_asked_and_another_where_it_is_not_there_or_do
 
     assert [asked("p2") for _ in range(3)] == ["p2"] * 3
     assert asked("nobody") != "p2", "the one with least to do"
-    cluster.ps[2].worker.giver.draining = True  # type: ignore[union-attr]
+    cluster.ps[2].worker.prefill_side.draining = True  # type: ignore[union-attr]
     (serial,) = d.submit(submission(range(40), 4, prefill_at="p2"))
     cluster.run()
     assert d.ended[serial].bill.attempts == 2

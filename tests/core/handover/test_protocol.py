@@ -15,8 +15,8 @@ from baton.core.errors import IllegalTransition, RefusalCode
 from baton.core.handover.decode_side import DECODE_TRANSITIONS, DecodeHandoverMove, DecodeHandoverState
 from baton.core.handover.faults import PdCode
 from baton.core.handover.messages import Offer, PeerId, Release
+from baton.core.handover.prefill_handovers import PREFILL_TRANSITIONS, PrefillHandoverMove, PrefillHandoverState
 from baton.core.handover.prefill_peers import BELIEF_HALVES_US
-from baton.core.handover.prefill_side import PREFILL_TRANSITIONS, PrefillHandoverMove, PrefillHandoverState
 from baton.core.state_machine import StateMachine
 from baton.executor.scripted import undisturbed
 from tests.support.driver import VOCABULARY, submission

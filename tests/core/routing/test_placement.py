@@ -261,13 +261,13 @@ def test_a_declined_body_is_not_charged() -> None:
     quota.give_back("t", 100)
     quota.close("t", 0, 0)
     assert quota.admit("t", 1, 100, 0) is None
-    assert quota.open_of("t") == 1
+    assert quota._tenants["t"].open == 1
 
 
 def test_tenants_without_limits_are_not_remembered_and_others_are_bounded() -> None:
     free = RateLimits(RouterConfig())
     assert free.admit("t", 99, 10**9, 0) is None
-    assert free.open_of("t") == 0
+    assert not free._tenants
     bound = RateLimits(RouterConfig(key_concurrency=1))
     for number in range(TENANTS_MAX + 100):
         assert bound.admit(f"t{number}", 1, 1, 0) is None

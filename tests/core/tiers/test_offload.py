@@ -61,12 +61,12 @@ def config(blocks: int = 24, tiers: TierConfig | None = None, on_preempt: OnPree
         step_tokens=64,
         reserve=ReservePolicy.NONE,
         on_preempt=on_preempt,
-        tiers=tiers or TierConfig(host_rows=64, bring_back=BringBack.ALWAYS, haul_blocks=4),
+        tiers=tiers or TierConfig(host_rows=64, bring_back=BringBack.ALWAYS, transfer_blocks=4),
     )
 
 
 def stored(**changes: object) -> TierConfig:
-    return TierConfig(host_rows=64, store=True, bring_back=BringBack.ALWAYS, haul_blocks=4, **changes)  # type: ignore[arg-type]
+    return TierConfig(host_rows=64, store=True, bring_back=BringBack.ALWAYS, transfer_blocks=4, **changes)  # type: ignore[arg-type]
 
 
 def keys(*names: str) -> list[Key]:
@@ -155,7 +155,7 @@ def test_a_late_copy_is_fenced_and_only_then_are_its_blocks_free() -> None:
         driver.go_on()
     driver.now_us += 50_000
     driver.tick()
-    assert [fence.haul for fence in driver.fences] == [order.haul for order in driver.orders]
+    assert [fence.transfer for fence in driver.fences] == [order.transfer for order in driver.orders]
     assert driver.worker.gauges().blocks.leaving == 3
     driver.answer_fence()
     gauges = driver.worker.gauges()
@@ -343,7 +343,7 @@ def test_tenants_share_by_salt_alone(one_salt: bytes, other_salt: bytes, shares:
 
 
 def test_what_is_crowded_out_of_host_memory_while_a_request_waits_is_sought_when_it_could_be_let_in() -> None:
-    tiers = TierConfig(host_rows=8, store=True, bring_back=BringBack.ALWAYS, haul_blocks=4)
+    tiers = TierConfig(host_rows=8, store=True, bring_back=BringBack.ALWAYS, transfer_blocks=4)
     driver = TieredDriver(config(blocks=10, tiers=tiers))
     driver.submit(submission(range(20), 1))
     driver.run()
@@ -451,7 +451,7 @@ def test_nor_for_a_store_that_is_given_up() -> None:
         if put is None:
             driver.finish()
         else:
-            driver.send(TransferFailed(driver.orders.pop(put).haul, "gone"))
+            driver.send(TransferFailed(driver.orders.pop(put).transfer, "gone"))
     assert driver.ended[serial].reason is FinishReason.RESCHEDULE
 
 
@@ -493,8 +493,8 @@ def test_settings_that_cannot_work_are_refused_by_name() -> None:
         TierConfig(store=True)
     with pytest.raises(BadConfig, match="prefix cache"):
         WorkerConfig(slots=1, blocks=1, prefix_cache=False, tiers=TierConfig(host_rows=1))
-    with pytest.raises(BadConfig, match="haul_blocks"):
-        TierConfig(haul_blocks=0)
+    with pytest.raises(BadConfig, match="transfer_blocks"):
+        TierConfig(transfer_blocks=0)
 
 
 # ── what a store that is half broken may cost ────────────────────────────────────────────────────────────────────────
@@ -575,7 +575,7 @@ def test_who_could_not_be_sought_is_sought_when_that_is_possible() -> None:
     one = TieredDriver(config(tiers=stored()), shelf)
     one.submit(submission(range(20), 4))
     one.run()
-    other = TieredDriver(replace(config(tiers=stored(hauls_max=1)), slots=1), shelf)
+    other = TieredDriver(replace(config(tiers=stored(transfers_max=1)), slots=1), shelf)
     other.submit(submission([60] * 3, 20, name="runs"))
     other.go_on()
     other.submit(submission(range(30, 50), 4, name="first"), submission(range(20), 4, name="second"))

@@ -1,6 +1,6 @@
-"""Whether a request fits beside what is kept for others, and how it starts.
+"""Admission: whether a request fits beside the blocks kept for others, and how it starts.
 
-Kept from newcomers are the promises to running requests, the reserve, and the room booked for requests that a peer prefills.
+A newcomer may not take blocks promised to running requests, the reserve, or blocks booked for requests that a peer prefills.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class MustWait:
-    """It does not fit yet."""
+    """The request does not fit yet."""
 
 
 class Bookings:
-    """Requests without a slot that are sure to get one, and the blocks that each will need."""
+    """Requests without a slot that will get one, and the blocks each will need."""
 
     def __init__(self) -> None:
         self._booked: dict[Serial, int] = {}
@@ -75,23 +75,23 @@ class Admission:
         return slots.slots - slots.occupied > len(self.bookings)
 
     def kept(self) -> int:
-        """Blocks that a newcomer may not touch."""
+        """Blocks that a new request may not take."""
         return self._promises.kept(self._running.slots) + self.bookings.blocks
 
     def consider(self, request: Request) -> Admit | MustWait:
-        """Whether a request's tokens fit beside what is kept for others. Changes nothing."""
+        """Whether a request's tokens fit beside the blocks kept for others. Changes nothing."""
         hit = self._lookup.find(request)
         protected = self.protects(request)
         fits = self.blocks_needed(request, protected, hit) <= self._running.pool.available - self.kept()
         return Admit(hit, protected) if fits else MustWait()
 
     def protects(self, request: Request) -> bool:
-        """Whether it has yielded so often that it is never again a victim. Where nothing decodes, nothing yields."""
+        """Whether it was preempted max_preemptions times, and is never a victim again. False where nothing decodes."""
         config = self._running.config
         return not config.role.gives and request.bill.preemptions >= config.max_preemptions
 
     def blocks_needed(self, request: Request, protected: bool, hit: PrefixHit) -> int:
-        """How many blocks must be there before it is let in: for its tokens or, if it is protected, for all to come."""
+        """Blocks that must be available to admit it: those of its tokens; if it is protected, those of its limit."""
         return self._lookup.blocks_to_take(request.limit if protected else request.tokens_at_start, hit)
 
     def start(self, step: StepBuilder, request: Request, hit: PrefixHit, protected: bool) -> None:

@@ -1,11 +1,11 @@
 """Rows whose prefill is done by a peer: a source of rows for an instance that decodes.
 
-    let in ──▶ asked for ──lease──▶ slot and blocks are taken, RECEIVING ──adopt──▶ begins in the next plan, RUNNING_DECODE
+    admitted ─▶ asked for ──lease──▶ slot and blocks are taken, RECEIVING ──adopt──▶ begins in the next plan, RUNNING_DECODE
                    │                                │
                    └── taken back, or ended         └── fence ordered, PREEMPTING ──fenced──▶ WAITING again, or ended
 
-A request is let in by the same rule as any other; while it is asked for, the room it will need is booked, so that its offer
-is hardly ever refused. Peers, messages and time limits are not known here: `handover` has them.
+A request is admitted by the same rule as any other. While it is asked for, its blocks are booked, so that its offer
+is hardly ever refused. Peers, messages and time limits belong to `handover.decode_side`.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from baton.core.tiers.offload import AnyTiers
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lease:
-    """Room for what a request starts with, less the leading blocks that are here already."""
+    """Blocks for the tokens a request starts with, without the leading ones that the cache has."""
 
     cached_tokens: int
     first: int
-    """How many blocks those are."""
+    """Leading blocks that the cache has."""
     blocks: Int32s
-    """Where the KV of all later ones belongs."""
+    """Blocks of our pool for the KV of all later ones."""
 
 
 class ArrivingRows:
@@ -56,7 +56,7 @@ class ArrivingRows:
         tiers: AnyTiers,
     ) -> None:
         self.may_ask = False
-        """Whether there is a peer to prefill for us."""
+        """Whether at least one peer can prefill for this instance."""
         self._running = running
         self._queue = queue
         self._admission = admission
@@ -67,7 +67,7 @@ class ArrivingRows:
         self._tiers = tiers
         self._to_ask: list[Request] = []
         self._receiving = 0
-        """Rows that wait for KV, or for the fence that ends the waiting."""
+        """Rows that wait for KV, or for the fence that ends the wait."""
         self._arrived: list[int] = []
         """Adopted rows whose Start goes into the next plan."""
 
@@ -86,7 +86,7 @@ class ArrivingRows:
         return self._receiving
 
     def begin_rows(self, step: StepBuilder) -> None:
-        """Adopted rows begin with the step and decode from the next on, so that none of them is a victim in this one."""
+        """Start adopted rows in this step. They decode from the next step on, so none of them is a victim in this one."""
         running = self._running
         for slot in self._arrived:
             request = running.occupant(slot)
@@ -109,21 +109,21 @@ class ArrivingRows:
     # ── asked for ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def prefills_here(self, request: Request) -> bool:
-        """What was generated here is computed here again, and siblings find their prompt in the cache."""
+        """Whether no peer is asked: without peers, after outputs were generated here, and for siblings (prompt cached)."""
         return not self.may_ask or request.prefills_here or not request.is_fresh or request.leader is not None
 
     def takes(self, request: Request, hit: PrefixHit, protected: bool) -> bool:
-        """Book room for a request that is let in, to be asked for, unless its prefill is better done here."""
+        """Book blocks for an admitted request that a peer will prefill. False: it is prefilled here."""
         if not self._goes_elsewhere(request, hit):
             return False
-        self._tiers.forget_seeker(request.serial)
+        self._tiers.forget_prefetch(request.serial)
         self._bookings.book(request.serial, self._admission.blocks_needed(request, protected, hit))
         self._to_ask.append(request)
         self._billing.queued(request, self._running.now_us)
         return True
 
     def _goes_elsewhere(self, request: Request, hit: PrefixHit) -> bool:
-        """Not what is nearly all here, in the cache or in host memory."""
+        """Whether more than `local_tokens` of its tokens are neither in the cache nor in host memory."""
         if self.prefills_here(request):
             return False
         config = self._running.config
@@ -133,12 +133,12 @@ class ArrivingRows:
         return missing > config.handover.local_tokens
 
     def asked(self) -> list[Request]:
-        """What the last pass let in for a peer to prefill; each is said once."""
+        """Requests that the last pass admitted for a peer to prefill; each is returned once."""
         requests, self._to_ask = self._to_ask, []
         return requests
 
     def take_back(self, serial: Serial, *, prefills_here: bool, now_us: int) -> None:
-        """No peer prefills it: it waits in our own queue."""
+        """No peer prefills it: it goes back into this instance's own queue."""
         self._running.now_us = now_us
         self._bookings.cancel(serial)
         request = self._running.requests[serial]
@@ -147,13 +147,13 @@ class ArrivingRows:
         self._queue.push(request)
 
     def _charge_wait(self, request: Request) -> None:
-        """The time that an attempt took which came to nothing."""
+        """Bill the time of a failed attempt as transfer time."""
         self._billing.transferred(request, self._running.now_us)
 
     # ── leased ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def lease(self, serial: Serial) -> Lease | None:
-        """A slot and blocks for a request that was asked for; None where they do not fit beside what is kept for others."""
+        """Take a slot and blocks for a request that was asked for; None if they do not fit beside what is kept."""
         running, slots = self._running, self._running.slots
         request = running.requests[serial]
         hit, protected = self._lookup.find(request), self._admission.protects(request)
@@ -176,7 +176,7 @@ class ArrivingRows:
         self._running.pin(self._leased(serial), Pin.RECEIVING)
 
     def adopt(self, serial: Serial, commit: Commit, now_us: int) -> Settled:
-        """All KV of what it starts with is in its blocks, and this is the next token: from the next plan on it decodes."""
+        """All KV of its start is in its blocks, and the commit has the next token: it decodes from the next plan on."""
         running, slots = self._running, self._running.slots
         running.now_us = now_us
         request = self._leased(serial)
@@ -199,14 +199,14 @@ class ArrivingRows:
         return _one_token(request, tokens, commit.logprobs, ended)
 
     def order_fence(self, serial: Serial, reason: FinishReason | None, fault: PdFault | None) -> None:
-        """Give up a lease. Its row is free when nothing writes there any more; then the request ends or waits again."""
+        """Give up a lease. Its row is freed once nothing writes to it; then the request ends or waits again."""
         request = self._leased(serial)
         request.ends_as = reason
         request.fault = fault
         self._running.move(request, Move.ORDER_STOP)
 
     def fenced(self, serial: Serial, now_us: int) -> EndedRequest | None:
-        """The acknowledgement of `order_fence`."""
+        """`order_fence` was acknowledged."""
         running = self._running
         running.now_us = now_us
         request = running.requests[serial]

@@ -1,6 +1,6 @@
-"""What requests are billed: tokens found, computed and computed again, and the time spent in each stage.
+"""The bill of each request: tokens found, computed and recomputed, and the time spent in each stage.
 
-A stage ends when it is charged; `Request.since_us` is when the present one began.
+A stage ends when it is billed; `Request.since_us` is the time the current one began.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Billing:
         self.recomputed_tokens = 0
 
     def start(self, request: Request, found: int, now_us: int) -> None:
-        """It leaves the queue; `found` of the tokens it starts with need not be computed."""
+        """It leaves the queue; the first `found` of its tokens are cached."""
         request.found_tokens = found
         if request.is_fresh:
             request.bill.cached_tokens = found
@@ -31,12 +31,12 @@ class Billing:
         self.prefix_hits += found
 
     def queued(self, request: Request, now_us: int) -> None:
-        """The time since its last stage was spent waiting."""
+        """Bill the time since the last stage as queue time."""
         request.bill.queue_us += now_us - request.since_us
         request.since_us = now_us
 
     def transferred(self, request: Request, now_us: int) -> None:
-        """The time since its last stage was spent on KV from elsewhere, whether it came or not."""
+        """Bill the time since the last stage as transfer time, whether the KV arrived or not."""
         request.bill.transfer_us += now_us - request.since_us
         request.since_us = now_us
 
@@ -45,7 +45,7 @@ class Billing:
         request.since_us = now_us
 
     def prefilled_by_peer(self, request: Request, commit: Commit, now_us: int) -> None:
-        """What the peer did, as it says, within the time that passed here."""
+        """Bill the peer's queue and prefill time, within the time that passed here, and the rest as transfer time."""
         bill, tokens = request.bill, request.tokens_at_start
         passed = now_us - request.since_us
         queued = min(commit.queue_us, passed)
@@ -60,7 +60,7 @@ class Billing:
         request.since_us = now_us
 
     def run(self, request: Request, known: int, computed: int, now_us: int) -> None:
-        """Close the stage that a running request is in, given the tokens that its row has known and computed."""
+        """Close the stage of a running request, given the tokens that its row has known and computed."""
         bill, spent = request.bill, now_us - request.since_us
         first_since_start = known > request.tokens_at_start
         bill.decode_us += spent if first_since_start else 0
@@ -69,7 +69,7 @@ class Billing:
         request.since_us = now_us
 
     def _tokens(self, request: Request, computed: int) -> None:
-        """Of what this stay computed, positions that had been computed before count as recomputed."""
+        """Count positions computed since the last start; those computed before that count as recomputed."""
         again = max(0, min(computed, request.computed_ever) - request.found_tokens)
         request.bill.recomputed_tokens += again
         request.bill.computed_tokens += max(0, computed - request.computed_ever)

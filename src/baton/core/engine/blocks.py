@@ -1,17 +1,17 @@
-"""Who owns each block of KV: the one ledger, from which every gauge is read.
+"""Reference counts of the KV blocks: the one ledger from which every gauge is read.
 
-A block has a reference count, perhaps a pin and perhaps a name in the prefix index. Its state follows from those three and
+A block has a reference count, perhaps a pin and perhaps a key in the prefix index. Its state follows from those three and
 is stored nowhere:
 
     pinned                         leased (granted to a peer's prefill) or receiving (its KV is arriving)
     referenced by a row            running
     referenced by copies only      leaving     (being copied to host memory; comes back when that is over)
-    no references, named           evictable   (cached; goes when room is needed, least recently used first, leaves first)
-    no references, no name         free
+    no references, cached          evictable   (goes when room is needed, least recently used first, leaves first)
+    no references, not cached      free
 
-`take` is the only thing that evicts; looking a prefix up and holding its blocks never does. A pinned block has an owner, who
-takes the pin away when nothing outside the engine can write to it any more; until then it cannot be dropped. A copy that
-reads blocks has a reference to each (`lend`), so that nobody writes there before it has let go (`give_back`).
+Only `take` evicts; looking a prefix up and holding its blocks never does. A pinned block has an owner, which removes the pin
+once nothing outside the engine can write to the block; until then it cannot be dropped. A copy that reads blocks holds a
+reference to each (`hold_for_copy`), so that no row gets them before the copy has ended (`end_copy`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from baton.core.errors import InvariantViolated
 
 
 class Pin(IntEnum):
-    """What keeps a block from being dropped."""
+    """Why a block cannot be dropped."""
 
     NONE = 0
     LEASED = 1
@@ -43,11 +43,11 @@ class BlockGauges:
     evictable: int
     running: int
     leased: int = 0
-    """Granted to a peer's prefill of which nothing has arrived."""
+    """Granted to a peer's prefill; no KV has arrived yet."""
     receiving: int = 0
-    """KV of a peer's prefill, or from host memory, is arriving in them."""
+    """KV of a peer's prefill, or from host memory, is arriving."""
     leaving: int = 0
-    """Nobody uses them, and they are still being copied to host memory."""
+    """No row uses them; they are still being copied to host memory."""
 
 
 class BlockPool:
@@ -55,28 +55,28 @@ class BlockPool:
         self.blocks = blocks
         self.prefix = prefix
         self._references = np.zeros(blocks, dtype=np.int32)
-        self._named = np.zeros(blocks, dtype=np.bool_)
-        self._lent = np.zeros(blocks, dtype=np.int32)
-        """How many of the references are copies'."""
-        self._lent_in_all = 0
+        self._cached = np.zeros(blocks, dtype=np.bool_)
+        self._copy_references = np.zeros(blocks, dtype=np.int32)
+        """References that belong to copies, per block."""
+        self._copy_references_total = 0
         self.leaving = 0
         """Blocks that only copies refer to."""
         self._pins = np.zeros(blocks, dtype=np.int8)
         self._pinned = dict.fromkeys(Pin, 0)
-        """How many blocks have each pin; not kept for NONE."""
+        """Blocks with each pin; NONE is not counted."""
         self._free = np.arange(blocks - 1, -1, -1, dtype=np.int32)
         """A stack: the first `_free_count` entries are the free blocks."""
         self._free_count = blocks
         self._evictable_count = 0
         self._used_at = [0] * blocks
-        """When a block lost its last reference, in ticks of `_clock`. A list: it is read and written one by one."""
+        """Clock tick at which a block lost its last reference. A list: it is read and written one by one."""
         self._clock = 0
         self._leaves: list[tuple[int, int]] = []
         """Heap of (used_at, block). Entries go stale when a block is held again or gains a child; they are skipped."""
 
     @property
     def available(self) -> int:
-        """How many blocks `take` could give."""
+        """Blocks that `take` could return now."""
         return self._free_count + self._evictable_count
 
     def gauges(self) -> BlockGauges:
@@ -88,20 +88,20 @@ class BlockPool:
         """A copy, for the laws."""
         return self._references.copy()
 
-    def lent(self) -> npt.NDArray[np.int32]:
+    def copy_references(self) -> npt.NDArray[np.int32]:
         """A copy, for the laws."""
-        return self._lent.copy()
+        return self._copy_references.copy()
 
     def pins(self) -> npt.NDArray[np.int8]:
         """A copy, for the laws."""
         return self._pins.copy()
 
     def pinned(self, blocks: Int32s) -> Int32s:
-        """Those of these that have a pin."""
+        """The pinned ones of these blocks."""
         return blocks[self._pins[blocks] > 0]
 
     def pin(self, blocks: Int32s, pin: Pin) -> None:
-        """These blocks, which have one owner and one and the same pin so far, are pinned otherwise from here on."""
+        """Change the pin of these blocks, which have one owner and the same pin."""
         if not len(blocks):
             return
         before = Pin(int(self._pins[blocks[0]]))
@@ -114,7 +114,7 @@ class BlockPool:
         return self._free[: self._free_count].copy()
 
     def take(self, count: int) -> Int32s:
-        """`count` blocks with one reference each, evicting what is cached where nothing is free."""
+        """Return `count` blocks with one reference each, evicting cached blocks when too few are free."""
         if count > self.available:
             raise InvariantViolated(f"{count} blocks asked for, {self.available} available")
         if self._free_count < count:
@@ -125,43 +125,43 @@ class BlockPool:
         return taken
 
     def unreferenced(self, blocks: Int32s) -> int:
-        """How many of these would leave `available` if they were held."""
+        """Number of these blocks that would leave `available` if they were held."""
         return int(np.count_nonzero(self._references[blocks] == 0))
 
     def exclusive(self, blocks: Int32s) -> int:
-        """How many of these would come back if their only holder dropped them."""
+        """Number of these blocks that would become available if their only holder dropped them."""
         return int(np.count_nonzero(self._references[blocks] == 1))
 
     def hold(self, blocks: Int32s) -> None:
-        """One more reference to each of these distinct, named blocks."""
+        """Add a reference to each of these distinct, cached blocks."""
         self._evictable_count -= self.unreferenced(blocks)
         self.leaving -= self._read_only_by_copies(blocks)
         self._references[blocks] += 1
 
-    def lend(self, blocks: Int32s) -> None:
-        """A copy reads these distinct, named blocks, which rows hold."""
+    def hold_for_copy(self, blocks: Int32s) -> None:
+        """A copy reads these distinct, cached blocks, which rows hold."""
         self._references[blocks] += 1
-        self._lent[blocks] += 1
-        self._lent_in_all += len(blocks)
+        self._copy_references[blocks] += 1
+        self._copy_references_total += len(blocks)
 
-    def give_back(self, blocks: Int32s) -> None:
-        """The copy has let go of these, given in sequence order."""
+    def end_copy(self, blocks: Int32s) -> None:
+        """The copy has ended; blocks are given in sequence order."""
         self.leaving -= self._read_only_by_copies(blocks)
-        self._lent[blocks] -= 1
-        self._lent_in_all -= len(blocks)
-        if int(self._lent[blocks].min(initial=0)) < 0:
+        self._copy_references[blocks] -= 1
+        self._copy_references_total -= len(blocks)
+        if int(self._copy_references[blocks].min(initial=0)) < 0:
             raise InvariantViolated("a block was given back more often than it was lent")
         self._release(blocks)
 
     def _read_only_by_copies(self, blocks: Int32s) -> int:
-        """How many of these only copies refer to."""
-        if not self._lent_in_all:
-            return 0  # as nearly always
-        lent = self._lent[blocks]
-        return int(np.count_nonzero((lent > 0) & (self._references[blocks] == lent)))
+        """Number of these blocks that only copies refer to."""
+        if not self._copy_references_total:
+            return 0  # nearly always
+        copy_references = self._copy_references[blocks]
+        return int(np.count_nonzero((copy_references > 0) & (self._references[blocks] == copy_references)))
 
     def drop(self, blocks: Int32s) -> None:
-        """One reference less to each of these distinct blocks, given in sequence order."""
+        """Remove a reference from each of these distinct blocks, given in sequence order."""
         if np.count_nonzero(self._pins[blocks]):
             raise InvariantViolated("a block was dropped while it may still be written from outside")
         self._release(blocks)
@@ -172,14 +172,14 @@ class BlockPool:
             raise InvariantViolated("a block was dropped more often than it was held")
         self.leaving += self._read_only_by_copies(blocks)
         idle = blocks[self._references[blocks] == 0]
-        unnamed = idle[~self._named[idle]]
-        self._push_free(unnamed)
-        # The tail of a sequence first: of two blocks dropped together, the deeper one is the older and goes first.
-        self._retire(idle[self._named[idle]][::-1].tolist())
+        uncached = idle[~self._cached[idle]]
+        self._push_free(uncached)
+        # The tail of a sequence first: of blocks dropped together, the deeper one counts as older and is evicted first.
+        self._retire(idle[self._cached[idle]][::-1].tolist())
 
     def publish(self, keys: Sequence[Key], parents: Sequence[Key], blocks: Sequence[int]) -> None:
-        """Name blocks that are in use; where a name is taken, nothing happens."""
-        self._named[self.prefix.publish(keys, parents, blocks)] = True
+        """Publish blocks that are in use under keys; a key that is already taken is skipped."""
+        self._cached[self.prefix.publish(keys, parents, blocks)] = True
 
     def _push_free(self, blocks: Int32s) -> None:
         self._free[self._free_count : self._free_count + len(blocks)] = blocks
@@ -201,20 +201,20 @@ class BlockPool:
         heapq.heappush(self._leaves, (self._used_at[block], block))
 
     def _is_evictable(self, block: int) -> bool:
-        return bool(self._named[block]) and not self._references[block]
+        return bool(self._cached[block]) and not self._references[block]
 
     def _is_evictable_leaf(self, used_at: int, block: int) -> bool:
         return self._used_at[block] == used_at and self._is_evictable(block) and self.prefix.is_leaf(block)
 
     def _evict(self, count: int) -> None:
-        """Least recently used first, and leaves of a chain before their parents."""
+        """Evict the least recently used, leaves of a chain before their parents."""
         evicted: list[int] = []
         parent: int | None = None
-        """A leaf since its last child went."""
+        """Set if it became a leaf when its last child was evicted."""
         while len(evicted) < count:
             block = self._oldest_of(parent)
             parent = self.prefix.forget(block)
-            self._named[block] = False
+            self._cached[block] = False
             evicted.append(block)
             if parent is not None and not self._is_evictable(parent):
                 parent = None
@@ -224,7 +224,7 @@ class BlockPool:
         self._push_free(np.array(evicted, dtype=np.int32))
 
     def _oldest_of(self, new_leaf: int | None) -> int:
-        """The oldest leaf, one that has just become one included: mostly that one, and then the heap is left alone."""
+        """The oldest leaf, `new_leaf` included: usually that is the oldest, and the heap is not touched."""
         if new_leaf is not None:
             if not self._leaves or (self._used_at[new_leaf], new_leaf) < self._leaves[0]:
                 return new_leaf
@@ -237,5 +237,5 @@ class BlockPool:
             if self._is_evictable_leaf(used_at, block):
                 return block
         # Two requests that computed the same prefix at once can leave a cached parent whose only children are in use.
-        idle = np.flatnonzero(self._named & (self._references == 0)).tolist()
+        idle = np.flatnonzero(self._cached & (self._references == 0)).tolist()
         return min(idle, key=self._used_at.__getitem__)

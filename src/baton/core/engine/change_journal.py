@@ -1,8 +1,8 @@
-"""What has changed at an engine since somebody was last told: names in the prefix cache, phases of requests.
+"""Changes at an engine since they were last taken: keys in the prefix cache, phases of requests.
 
-Owns the difference between what was told and what is, and no history: a block that was named and forgotten meanwhile is not
-mentioned. Bounded: names never exceed a few times the pool, and what cannot be kept is told anew from the beginning; of
-phases the oldest notes go, since nothing is decided from them. Costs nothing while nobody wants to be told.
+Keeps the difference between the keys last reported and those cached now, not the history: a block that was cached and
+evicted in between is not mentioned. Bounded: beyond a few times the pool, all keys are reported anew; of phases the oldest
+notes are dropped, since nothing is decided from them. Nothing is kept before `ReportChanges` asks for it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from baton.core.engine.request import Phase, Serial
 
 NOTES_MAX = 1024
 KEYS_MAX = 4096
-"""That are told at a time."""
+"""Keys in one report at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class CachedKeysChanged:
     """Changes in which prefixes an instance holds, by block key; each key is in one of the two."""
 
     fresh: bool = False
-    """What was told before is void."""
+    """Keys reported before are void."""
     named: tuple[bytes, ...] = ()
     forgotten: tuple[bytes, ...] = ()
 
@@ -36,7 +36,7 @@ NO_KEYS_CHANGED = CachedKeysChanged()
 class EnteredPhase:
     serial: Serial
     phase: Phase
-    """Which it entered."""
+    """The phase it entered."""
     ago_us: int
 
 
@@ -48,37 +48,37 @@ class EngineChanges:
 
 class PrefixJournal:
     def __init__(self, names: Callable[[], Iterable[bytes]], changes_max: int) -> None:
-        """`names` answers all that are there now."""
-        self._names = names
+        """`names` returns all keys that are cached now."""
+        self._cached_keys = names
         self._changes_max = changes_max
-        self._untold: dict[bytes, bool] = {}
-        """Key → whether it is named now, where that is not what was told."""
+        self._unreported: dict[bytes, bool] = {}
+        """Key → whether it is cached now, where that differs from what was reported."""
         self._fresh = True
         self.restart()
 
     def __len__(self) -> int:
-        return len(self._untold)
+        return len(self._unreported)
 
     def restart(self) -> None:
-        """What was told is forgotten: all names are told again, as many at a time as are taken."""
+        """Report all keys anew, as many at a time as are taken."""
         self._fresh = True
-        self._untold = dict.fromkeys(self._names(), True)
+        self._unreported = dict.fromkeys(self._cached_keys(), True)
 
     def changed(self, key: bytes, named: bool) -> None:
-        # A name comes and goes in turns. So a second change takes it back to what was told, and is no change at all.
-        if self._untold.pop(key, None) is not None:
+        # A key alternates between cached and not. A second change restores what was reported: nothing to report.
+        if self._unreported.pop(key, None) is not None:
             return
-        self._untold[key] = named
-        if len(self._untold) > self._changes_max:
+        self._unreported[key] = named
+        if len(self._unreported) > self._changes_max:
             self.restart()
 
     def take(self, keys_max: int) -> CachedKeysChanged:
-        taken = list(islice(self._untold.items(), keys_max))
+        taken = list(islice(self._unreported.items(), keys_max))
         for key, _ in taken:
-            del self._untold[key]
+            del self._unreported[key]
         fresh, self._fresh = self._fresh, False
-        named = tuple(key for key, is_named in taken if is_named)
-        return CachedKeysChanged(fresh, named, tuple(key for key, is_named in taken if not is_named))
+        named = tuple(key for key, is_cached in taken if is_cached)
+        return CachedKeysChanged(fresh, named, tuple(key for key, is_cached in taken if not is_cached))
 
 
 class PhaseNotes:

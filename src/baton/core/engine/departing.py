@@ -1,4 +1,4 @@
-"""Requests that go elsewhere: free of their slots, they end when the KV they leave behind is stored, or will not be."""
+"""Requests that continue elsewhere: their slots are free, and they end once their KV is stored, or will not be."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class DepartingRequests:
     def __init__(self, tiers: AnyTiers) -> None:
         self._tiers = tiers
         self._departing: dict[Serial, tuple[EndedRequest, int]] = {}
-        """How each ends, and since when it waits."""
+        """The end to report, and the time since which it waits."""
 
     def __contains__(self, serial: Serial) -> bool:
         return serial in self._departing
@@ -38,7 +38,7 @@ class DepartingRequests:
         return ended
 
     def end_at_once(self, serial: Serial, reason: FinishReason, keep: int | None, now_us: int) -> EndedRequest:
-        """It was ended from outside while it waited."""
+        """It was ended from outside while it waited for the store."""
         self._tiers.forget_departure(serial)
         ended = self.departed(serial, now_us)
         generated = ended.generated_tokens if keep is None else min(keep, ended.generated_tokens)

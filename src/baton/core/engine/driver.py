@@ -1,10 +1,10 @@
 """The loop around a Worker: an event in, effects out to their receivers, a tick when one is due.
 
 Owns the routing of effects, the count of steps in flight, and when a tick is due. It has no clock, thread or socket: real
-time, virtual time or no time comes in as `now_us`, and whoever runs steps, answers clients, speaks to peers or moves KV
-plugs in as a receiver.
+or virtual time comes in as `now_us`, and the parts that run steps, answer clients, talk to peers or move KV are plugged in
+as receivers.
 
-    driver.handle(event)        hand in what has happened: a message, the result of a step, what a peer or a store said
+    driver.handle(event)        hand in an event: a message, the result of a step, an answer of a peer or a store
     driver.is_due               then plan: `driver.tick()` while this holds
     driver.wake_us()            then wait for the next event, or until then
 """
@@ -21,11 +21,11 @@ from baton.core.handover.messages import PeerEffect
 from baton.core.tiers.transfers import StorageEffect
 
 Answer = Accepted | GroupRefused | Deliver | Withdrawn
-"""Effects that tell the front end of a request."""
+"""Effects that concern the front end."""
 
 
 class Driven(Protocol):
-    """A Worker, or what stands around one to measure it."""
+    """A Worker, or a wrapper that measures one."""
 
     def handle(self, event: Event, now_us: int) -> list[Effect]: ...
 
@@ -44,10 +44,10 @@ class WorkerDriver:
         storage: Callable[[StorageEffect], None] | None = None,
         tick_in_flight_us: int | None = None,
     ) -> None:
-        """`peers`, `storage`: None where the worker has neither. `tick_in_flight_us`: how often deadlines of leases and
-        transfers are looked at while a step computes; None: not before it ends."""
+        """`peers`, `storage`: None if the worker has none. `tick_in_flight_us`: interval at which deadlines of leases and
+        transfers are checked while a step computes; None: they are checked when it ends."""
         self.steps_in_flight = 0
-        """Launched, and their results not yet handed in."""
+        """Steps that were launched and whose results were not handed in yet."""
         self._worker = worker
         self._now_us = now_us
         self._launch = launch
@@ -57,7 +57,7 @@ class WorkerDriver:
             self._receivers.update(dict.fromkeys(get_args(kinds), receiver))
 
     def handle(self, event: Event) -> list[Effect]:
-        """Hand in one event and carry out what follows from it, in order."""
+        """Hand in one event and carry out its effects, in order."""
         if type(event) is StepDone:
             self.steps_in_flight -= 1
         effects, receivers = self._worker.handle(event, self._now_us()), self._receivers
@@ -75,9 +75,9 @@ class WorkerDriver:
         return deadline is not None and deadline <= self._now_us()
 
     def wake_us(self) -> int | None:
-        """When to tick if no event comes first; None: an event comes, or there is nothing to do.
+        """Time of the next tick if no event comes first; None: an event comes, or there is nothing to do.
 
-        While a step computes nothing is planned, so its end is waited for.
+        Nothing is planned while a step computes: its end is the next event.
         """
         deadline = self._worker.next_deadline()
         if deadline is None or not self.steps_in_flight:

@@ -1,4 +1,4 @@
-"""How a request ended, and what it cost: values that travel from the engine to the front end, the router and the client."""
+"""The end of a request and its bill: values sent from the engine to the front end, the router and the client."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from baton.core.handover.faults import PdFault
 
 
 class Bill(Struct, array_like=True):
-    """What a request cost so far. Not frozen: the scheduler adds to it while the request is open."""
+    """The bill of a request so far. Not frozen: the scheduler adds to it while the request is open."""
 
     cached_tokens: Long = 0
-    """Tokens that need not be computed at the first start: of the prompt, and of what was generated elsewhere."""
+    """Tokens that were cached at the first start, of the prompt and of outputs generated elsewhere."""
     computed_tokens: Long = 0
-    """Tokens whose KV was computed for the first time here; what was generated elsewhere counts as the prompt does."""
+    """Tokens whose KV was computed here for the first time; outputs generated elsewhere count like the prompt."""
     recomputed_tokens: Long = 0
-    """Tokens whose KV had to be computed again after a preemption."""
+    """Tokens whose KV was computed again after a preemption."""
     restored_tokens: Long = 0
     """Tokens whose KV came from host memory or the store."""
     preemptions: Long = 0
     queue_us: Long = 0
     prefill_us: Long = 0
     transfer_us: Long = 0
-    """From the ask to the adoption of a prefill done elsewhere, less the time in its queue and computing there."""
+    """Time from the ask to the adoption of a prefill done elsewhere, minus its queue and prefill time there."""
     decode_us: Long = 0
     attempts: Long = 0
-    """How often a peer was asked to prefill it; at a router: how often it was placed."""
+    """Times a peer was asked to prefill it; at a router: times it was placed."""
 
 
 class StartedRequest(Struct, array_like=True, frozen=True):
-    """A request whose first token has just come."""
+    """A request that has just got its first token."""
 
     serial: Serial
     cached_tokens: Count

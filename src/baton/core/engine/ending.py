@@ -1,7 +1,7 @@
-"""How a request leaves its row: it ends, or it is preempted and waits again.
+"""Requests leave their rows: they end, or they are preempted and wait again.
 
-One that has a row on the executor is ordered to stop and ends when that is acknowledged. Its blocks are saved to other tiers
-before they are free, and they stay as they are while a transfer to a peer reads them (`pin`).
+A request with a row on the executor is ordered to stop, and ends when the executor acknowledges. Its blocks are saved to
+other tiers before they are freed, and are not freed while a transfer to a peer reads them (`pin`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RequestEnding:
         self._tiers = tiers
 
     def order_end(self, request: Request, reason: FinishReason) -> None:
-        """Its next acknowledgement is its end; what it still yields is discarded."""
+        """Order it to stop: it ends with the next acknowledgement, and further tokens are discarded."""
         if request.ends_as is not None:
             return
         running = self._running
@@ -41,7 +41,7 @@ class RequestEnding:
             running.order_stop(request, Move.ORDER_STOP)
 
     def end(self, request: Request, reason: FinishReason, move: Move) -> EndedRequest:
-        """End a request that has a row; the row is given back by `vacate`."""
+        """End a request that has a row; `vacate` frees the row."""
         running, slots = self._running, self._running.slots
         self._charge(request)
         running.move(request, move)
@@ -60,7 +60,7 @@ class RequestEnding:
         return ended
 
     def withdraw(self, request: Request, reason: FinishReason) -> EndedRequest:
-        """End a request that has no row and is in no queue any more."""
+        """End a request that has no row and was taken out of its queue."""
         self._queue.release_followers(request)
         self._billing.queued(request, self._running.now_us)
         self._running.move(request, Move.FINISH)
@@ -68,11 +68,11 @@ class RequestEnding:
         return EndedRequest(request.serial, reason, _kept(request, len(request.outputs)), request.bill, request.fault)
 
     def requeue(self, request: Request) -> None:
-        """Back to the head of the queue, with exactly what was delivered to continue from."""
+        """Put it back at the head of the queue, to continue after the delivered tokens."""
         running = self._running
         self._charge(request)
         request.outputs = running.slots.outputs(running.slot_of(request))
-        request.is_sought, request.sought_again = False, 0
+        request.is_prefetched, request.prefetched_again = False, 0
         known = np.concatenate((request.submission.prompt, request.outputs))
         request.keys = self._lookup.keys_of(request.submission, known)
         running.move(request, Move.ACK_PREEMPTION)
@@ -83,11 +83,11 @@ class RequestEnding:
         self._billing.run(request, int(slots.known[slot]), int(slots.computed[slot]), self._running.now_us)
 
     def pin(self, serial: Serial) -> None:
-        """A transfer to a peer reads the request's blocks from here on."""
+        """A transfer to a peer reads the request's blocks from now on."""
         self._running.requests[serial].pinned = True
 
     def unpin(self, serial: Serial) -> None:
-        """No transfer reads them any more; a row that had ended meanwhile is free now. One never pinned may be gone."""
+        """The transfer has ended; a row that ended meanwhile is freed now. A request that was never pinned may be gone."""
         request = self._running.requests.get(serial)
         if request is None:
             return
@@ -96,7 +96,7 @@ class RequestEnding:
             self.vacate(request)
 
     def vacate(self, request: Request) -> list[Key]:
-        """Save its blocks and free its row, unless a transfer reads it. Answers keys that the store does not have yet."""
+        """Save its blocks and free its row, unless a transfer reads it. Returns keys that the store will get and lacks."""
         if request.pinned:
             return []
         unstored = self._save(request)

@@ -1,4 +1,4 @@
-"""Gauges and counters of an engine, as they travel to the front end and the router and as `/metrics` shows them."""
+"""Gauges and counters of an engine, as sent to the front end and the router and shown by `/metrics`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class HandoverGauges(Struct, array_like=True, frozen=True):
     peers: Long = 0
     """Sessions that are up."""
     open: Long = 0
-    """Under way."""
+    """Hand-overs in progress."""
     made: Long = 0
-    """Adopted by the taker."""
+    """Adopted by the decode side."""
     refused: Long = 0
     not_delivered: Long = 0
     preempted: Long = 0
@@ -27,34 +27,34 @@ class StorageGauges(Struct, array_like=True, frozen=True):
     """KV outside the pool, in blocks. All but the first three and `breaker_open` only grow."""
 
     host_rows: Long = 0
-    """Room in host memory."""
+    """Rows of host memory."""
     host_used: Long = 0
-    hauls: Long = 0
-    """Transfers that are open."""
+    transfers: Long = 0
+    """Transfers in progress."""
     saved: Long = 0
     """Copied from the pool to host memory."""
     unsaved: Long = 0
-    """Not copied: no room, too many under way, or the copy failed."""
+    """Not copied: no room, too many in progress, or the copy failed."""
     loaded: Long = 0
     """Copied back from host memory."""
     fetched: Long = 0
-    """Brought from the store to host memory."""
+    """Fetched from the store to host memory."""
     stored: Long = 0
     """Written from host memory to the store."""
     unstored: Long = 0
     recompute_cheaper: Long = 0
-    """Neither saved nor brought back, because computing them again is quicker."""
+    """Neither saved nor fetched, because computing them again is quicker."""
     failed: Long = 0
     """Transfers that failed."""
     late: Long = 0
-    """Transfers that took too long, and were fenced."""
+    """Transfers that were late and fenced."""
     breaker_open: Long = 0
-    """1 while the store is left alone."""
+    """1 while the circuit breaker keeps orders from the store."""
     breaker_opened: Long = 0
 
 
 class SchedulerGauges(Struct, array_like=True, frozen=True):
-    """What an engine tells of itself with each step and each pulse. The order of the fields is their order on the wire."""
+    """Sent with each step and each pulse. The order of the fields is their order on the wire."""
 
     running: Long = 0
     waiting: Long = 0
@@ -95,7 +95,7 @@ class SchedulerGauges(Struct, array_like=True, frozen=True):
 
     @property
     def total_blocks(self) -> int:
-        """The pool; 0 where nothing was told of it yet."""
+        """Blocks of the pool; 0 before the first report."""
         used = self.running_blocks + self.leased_blocks + self.receiving_blocks + self.leaving_blocks
         return self.free_blocks + self.evictable_blocks + used
 
@@ -105,25 +105,25 @@ class SchedulerGauges(Struct, array_like=True, frozen=True):
 
 
 class DraftGauges(Struct, frozen=True):
-    """Guessed tokens of all steps since the start."""
+    """Draft tokens of all steps since the start."""
 
     fed: Long = 0
-    """Computed along with decodes; 0 where nothing guesses."""
+    """Computed along with decodes; 0 without speculative decoding."""
     accepted: Long = 0
-    """Those that proved right."""
+    """Drafts that were accepted."""
 
 
 class PeerTraffic(Struct, tag="peer_traffic", frozen=True):
-    """What came of connections with peers since the start; sent when it has changed."""
+    """Traffic with peers since the start; sent when it has changed."""
 
     refused: dict[str, int] = {}
-    """Connections and frames, by reason."""
+    """Refused connections and frames, by reason."""
     arrived_bytes: int = 0
-    """Of KV."""
+    """Bytes of KV received."""
 
 
 class StoreTraffic(Struct, tag="store_traffic", frozen=True):
-    """What moved between the pool, host memory and the store since the start; sent when it has changed."""
+    """Traffic between the pool, host memory and the store since the start; sent when it has changed."""
 
     saved_bytes: int = 0
     """From the pool to host memory."""
@@ -132,8 +132,8 @@ class StoreTraffic(Struct, tag="store_traffic", frozen=True):
     """From host memory to the store."""
     fetched_bytes: int = 0
     missing_blocks: int = 0
-    """That the store was asked for and did not have."""
+    """Blocks that the store was asked for and did not have."""
     errors: int = 0
     """Calls of the store that failed."""
     bad_blocks: dict[str, int] = {}
-    """Found in the store and not used, by what was wrong with them."""
+    """Blocks found in the store and rejected, by reason."""

@@ -1,8 +1,8 @@
-"""Prefills that an instance holds for its peers: what one needs is held, and it begins once the peer has granted room.
+"""Prefills that an instance holds for its peers: each begins once the peer has granted room.
 
-On the short path a held prefill has its slot and all its blocks. On the general path it is only numbered, and waits in the
-queue once it begins. Nothing decodes: the planning of its last chunk makes a request HANDING_OVER, and there it stays, slot
-and blocks with it, until it is ordered to stop.
+On the short path a held prefill has its slot and all its blocks. On the general path it only has a serial, and waits in the
+queue once it begins. Nothing decodes: when its last chunk is planned a request becomes HANDING_OVER, and keeps its slot and
+blocks until it is ordered to stop.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from baton.core.engine.waiting_queue import WaitingQueue
 
 class HeldPrefills(Protocol):
     def hold(self, submission: Submission, keys: list[Key], limit: int, now_us: int) -> Serial | None:
-        """Hold what a prefill will need; None where that is not to be had now."""
+        """Hold what a prefill needs; None if that is not available now."""
 
     def begin(self, serial: Serial) -> None:
-        """The peer has granted room: compute it when its turn comes."""
+        """The peer has granted room: compute it in its turn."""
 
-    def seek(self, seeker: Hashable, submission: Submission, keys: list[Key]) -> bool:
-        """Have the store asked for what a request that is to be held will start with. False: not now."""
+    def prefetch(self, requester: Hashable, submission: Submission, keys: list[Key]) -> bool:
+        """Have the store asked for the KV that a request to be held starts with. False: not possible now, try again."""
 
 
 class PrefillsWithBlocks:
-    """For the short path: a slot and all blocks are taken with `hold`."""
+    """For the short path: `hold` takes a slot and all blocks."""
 
     def __init__(self, running: RunningSet, lookup: PrefixLookup, billing: Billing, restoring: KvRestoring) -> None:
         self._running = running
@@ -44,7 +44,7 @@ class PrefillsWithBlocks:
         self._billing = billing
         self._restoring = restoring
         self._begun: set[int] = set()
-        """Rows that may be computed as soon as what host memory has of them is here."""
+        """Rows to compute as soon as their KV from host memory has arrived."""
 
     def hold(self, submission: Submission, keys: list[Key], limit: int, now_us: int) -> Serial | None:
         running, slots = self._running, self._running.slots
@@ -74,12 +74,12 @@ class PrefillsWithBlocks:
         else:
             running.prefilling.append(slot)
 
-    def seek(self, seeker: Hashable, submission: Submission, keys: list[Key]) -> bool:
+    def prefetch(self, requester: Hashable, submission: Submission, keys: list[Key]) -> bool:
         wanted = Request(Serial(-1), submission, 0, keys, self._running.now_us, outputs=submission.generated)
-        return self._restoring.seek(seeker, wanted)
+        return self._restoring.prefetch(requester, wanted)
 
     def restored(self, slot: int) -> None:
-        """What host memory had of a row is in its blocks."""
+        """The KV of a row that was in host memory is in its blocks."""
         running = self._running
         running.move(running.occupant(slot), Move.ADMIT)
         if slot in self._begun:
@@ -91,7 +91,7 @@ class PrefillsWithBlocks:
 
 
 class PrefillsForQueue:
-    """For the general path: a source of rows, whose requests wait outside the queue until they begin."""
+    """For the general path: a source of rows whose requests wait outside the queue until they begin."""
 
     is_due = False
 
@@ -99,7 +99,7 @@ class PrefillsForQueue:
         self._running = running
         self._queue = queue
         self._held: dict[Serial, Request] = {}
-        """For offers that were not answered yet."""
+        """Requests whose offers were not answered yet."""
 
     @property
     def waiting(self) -> int:
@@ -110,7 +110,7 @@ class PrefillsForQueue:
         return int(np.count_nonzero(self._running.slots.phase == Phase.HANDING_OVER))
 
     def hold(self, submission: Submission, keys: list[Key], limit: int, now_us: int) -> Serial | None:
-        """Only number it: what it needs is found when the queue comes to it."""
+        """Only give it a serial: slot and blocks are taken when its turn in the queue comes."""
         self._running.now_us = now_us
         request = self._running.new_request(submission, keys, limit)
         self._held[request.serial] = request
@@ -119,16 +119,16 @@ class PrefillsForQueue:
     def begin(self, serial: Serial) -> None:
         self._queue.push(self._held.pop(serial))
 
-    def seek(self, seeker: Hashable, submission: Submission, keys: list[Key]) -> bool:
-        """The store is asked from the queue."""
-        del seeker, submission, keys
+    def prefetch(self, requester: Hashable, submission: Submission, keys: list[Key]) -> bool:
+        """Does nothing: QueuedRequests asks the store for the requests in the queue."""
+        del requester, submission, keys
         return True
 
     def begin_rows(self, step: StepBuilder) -> None:
-        """Its rows begin from the queue."""
+        """Does nothing: its rows begin from the queue."""
 
     def withdraw(self, request: Request) -> bool:
         return self._held.pop(request.serial, None) is not None
 
     def forget_row(self, slot: int) -> None:
-        """It has no rows of its own."""
+        """Does nothing: it has no rows of its own."""

@@ -19,7 +19,7 @@ from baton.core.tiers.open_transfers import READS, TransferKind
 
 
 def audit(scheduler: Scheduler) -> None:
-    """Every law. Costs O(pool): for tests, simulation and replay, not for serving."""
+    """Check every law. Costs O(pool): for tests, simulation and replay, not for serving."""
     for law in LAWS.values():
         law(scheduler)
 
@@ -47,17 +47,17 @@ def blocks_are_conserved(scheduler: Scheduler) -> None:
     _require(leased == gauges.leased, f"{leased} blocks are leased, the gauge says {gauges.leased}")
     _require(receiving == gauges.receiving, f"{receiving} blocks are receiving, the gauge says {gauges.receiving}")
     _require(not (references[pins > 0] != 1).any(), "a pinned block has another number of owners than one")
-    lent = pool.lent()
-    leaving = int(np.count_nonzero((lent > 0) & (lent == references)))
+    copy_references = pool.copy_references()
+    leaving = int(np.count_nonzero((copy_references > 0) & (copy_references == references)))
     _require(leaving == gauges.leaving, f"{leaving} blocks are leaving, the gauge says {gauges.leaving}")
     running = int(np.count_nonzero(references)) - leased - receiving - leaving
     _require(running == gauges.running, f"{running} blocks are in use, the gauge says {gauges.running}")
 
 
 def references_equal_tables(scheduler: Scheduler) -> None:
-    """A block has as many references as tables that name it and copies that read it."""
+    """A block has as many references as tables that contain it and copies that read it."""
     slots = scheduler.slots
-    counted = scheduler.pool.lent()
+    counted = scheduler.pool.copy_references()
     for slot in np.flatnonzero(slots.serial != NO_REQUEST).tolist():
         blocks = slots.blocks(slot)
         if len(set(blocks.tolist())) != len(blocks):
@@ -69,14 +69,14 @@ def references_equal_tables(scheduler: Scheduler) -> None:
 
 
 def names_belong_to_blocks(scheduler: Scheduler) -> None:
-    """A name stands for one block, and the block for that name."""
+    """A key belongs to one block, and the block to that key."""
     names = scheduler.pool.prefix.names()
     _require(len(set(names.values())) == len(names), "two blocks carry one name")
     _require(len(names) == len(scheduler.pool.prefix), "the two directions of the prefix index differ in size")
 
 
 def rows_match_requests(scheduler: Scheduler) -> None:
-    """One request a slot and one slot a request, and the phase column is a true copy."""
+    """One request per slot and one slot per request, and the phase column agrees with the requests."""
     slots = scheduler.slots
     requests: dict[int, Request] = {request.serial: request for request in scheduler.requests()}
     occupied = np.flatnonzero(slots.serial != NO_REQUEST).tolist()
@@ -97,7 +97,7 @@ def rows_match_requests(scheduler: Scheduler) -> None:
 
 
 def lengths_are_ordered(scheduler: Scheduler) -> None:
-    """KV exists only for known tokens, never for the last sampled one, and only computed blocks are named."""
+    """KV exists only for known tokens, never for the last sampled one, and only computed blocks are published."""
     slots, size = scheduler.slots, scheduler.config.block_size
     rows = np.flatnonzero(slots.serial != NO_REQUEST)
     _require(bool((slots.known[rows] <= slots.limit[rows]).all()), "a request grew past its limit")
@@ -109,13 +109,13 @@ def lengths_are_ordered(scheduler: Scheduler) -> None:
 
 
 def promises_are_covered(scheduler: Scheduler) -> None:
-    """What protected requests will still take is there to be taken."""
+    """The blocks promised to protected requests are available."""
     promised = scheduler.promised()
     _require(promised <= scheduler.pool.available, f"{promised} blocks are promised, {scheduler.pool.available} available")
 
 
 def prefills_fit_together(scheduler: Scheduler) -> None:
-    """When everything else is gone, the started prefills have room to finish: none can wait for another for ever."""
+    """The started prefills could all finish if everything else were gone, so none can wait for another for ever."""
     slots, size = scheduler.slots, scheduler.config.block_size
     prefilling = slots.phase == Phase.RUNNING_PREFILL
     lacking = int(np.sum(np.maximum(0, -(-slots.known // size) - slots.held), where=prefilling))
@@ -128,7 +128,7 @@ def prefills_fit_together(scheduler: Scheduler) -> None:
 
 
 def pins_belong_to_leases(scheduler: Scheduler) -> None:
-    """A block is pinned exactly as long as its row waits for KV from outside, and then none of it has a name."""
+    """A block is pinned exactly while its row waits for KV from outside, and is not published then."""
     slots, pins = scheduler.slots, scheduler.pool.pins()
     if not pins.any():
         return
@@ -145,25 +145,30 @@ def pins_belong_to_leases(scheduler: Scheduler) -> None:
 
 
 def copies_have_what_they_touch(scheduler: Scheduler) -> None:
-    """Each copy out has lent blocks, each copy in a row that waits for it in pinned blocks, and no others have either."""
+    """Each copy out holds its blocks, each copy in has a row that waits for it in pinned blocks, and there are no others."""
     tiers = scheduler.tiers
-    lent = np.zeros(scheduler.pool.blocks, dtype=np.int32)
+    copy_references = np.zeros(scheduler.pool.blocks, dtype=np.int32)
     loading, pins = set(), scheduler.pool.pins()
-    for haul in tiers.open():
-        if haul.kind is TransferKind.OUT:
-            np.add.at(lent, haul.blocks, 1)
-        if haul.serial is not None:
-            loading.add(int(haul.serial))
-            _require(bool((pins[haul.blocks] == Pin.RECEIVING).all()), "a copy writes to blocks that are not kept for it")
-    _require(bool((lent == scheduler.pool.lent()).all()), "blocks are lent to other copies than those that are open")
+    for transfer in tiers.open():
+        if transfer.kind is TransferKind.OUT:
+            np.add.at(copy_references, transfer.blocks, 1)
+        if transfer.serial is not None:
+            loading.add(int(transfer.serial))
+            _require(
+                bool((pins[transfer.blocks] == Pin.RECEIVING).all()), "a copy writes to blocks that are not kept for it"
+            )
+    _require(
+        bool((copy_references == scheduler.pool.copy_references()).all()),
+        "blocks are lent to other copies than those that are open",
+    )
     slots = scheduler.slots
     waiting = set(slots.serial[slots.restoring & (slots.serial != NO_REQUEST)].tolist())
     _require(waiting == loading, f"requests {sorted(waiting)} wait for copies, {sorted(loading)} have one")
-    tiers.host.audit([key for haul in tiers.open() if haul.kind in READS for key in haul.keys])
+    tiers.host.audit([key for transfer in tiers.open() if transfer.kind in READS for key in transfer.keys])
 
 
 def the_decodes_are_current(scheduler: Scheduler) -> None:
-    """The decodes that the scheduler remembers from one plan to the next are those that the table has."""
+    """The decodes that the scheduler remembers from one plan to the next are those in the table."""
     slots, kept, rows = scheduler.slots, scheduler.running.remembered_decodes(), scheduler.slots.decoding()
     if kept is None:
         return

@@ -1,4 +1,4 @@
-"""What a front end or a router orders of an engine, and the answer: values that travel and that a Worker is given."""
+"""Orders of a front end or a router to an engine, and the answer; all are sent between processes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from baton.core.engine.request import Submission
 
 
 class Submit(Struct, tag="submit", frozen=True):
-    """All choices and prompts of one body; accepted or refused together."""
+    """All choices and prompts of one HTTP request; accepted or refused together."""
 
     ticket: Long
-    """The sender's number for this group, given back in the answer."""
+    """The sender's number for this group, returned in the answer."""
     group: tuple[Submission, ...]
 
 
 class Cancel(Struct, tag="cancel", frozen=True):
-    """The client is gone."""
+    """The client has disconnected."""
 
     serial: Long
 
@@ -30,14 +30,14 @@ class StopAt(Struct, tag="stop", frozen=True):
 
 
 class Drain(Struct, tag="drain", frozen=True):
-    """Accept nothing more; finish what is open."""
+    """Accept no new requests; finish the open ones."""
 
 
 class ReportChanges(Struct, tag="tell_names", frozen=True):
-    """Keep what changes, for `Worker.changes`, and send it as a Pulse ten times a second; the first says everything anew."""
+    """Keep changes for `Worker.changes` and send them as a Pulse ten times a second; the first one reports everything."""
 
 
 class Accepted(Struct, tag="accepted", frozen=True):
     ticket: Long
     serials: tuple[Long, ...]
-    """One for each submission of the group, in its order."""
+    """One for each submission of the group, in order."""

@@ -1,10 +1,10 @@
-"""How a step is filled: the general pass, and the short one of an instance that only prefills.
+"""Filling a step: the general pass, and the short pass of an instance that only prefills.
 
 The general pass plans decodes first, then unfinished prefills, then new requests, within the token budget.
 
-The short pass has no queue, no reserve and no growth: a request has all its blocks before it begins, so a pass is nothing
-but chunks, in the order of arrival, until the token budget is used up. The general pass serves such an instance too; it is
-there to be compared with.
+The short pass has no queue, no reserve and no growth: a request has all its blocks before it begins, so a pass plans only
+chunks, in the order of arrival, until the token budget is used up. The general pass can serve such an instance too, for
+comparison.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ class PlanningPass(Protocol):
 
     @property
     def asleep(self) -> bool:
-        """Whether only a peer or a copy can bring on what is open: no pass would do anything."""
+        """Whether all open requests wait for a peer or a copy, so that a pass would do nothing."""
 
     def promised(self) -> int:
-        """For the laws: blocks that no unprotected growth may touch."""
+        """For the laws: blocks promised to protected rows."""
 
     def pressure(self) -> PressureGauges:
-        """What the shortage of blocks has cost so far."""
+        """Counts of preemptions and of passes that were short of blocks."""
 
     def restored(self, slot: int) -> None:
-        """What host memory had of a row is in its blocks: it may run."""
+        """The KV of a row that was in host memory is in its blocks: the row may run."""
 
     def withdraw(self, request: Request) -> None:
-        """A request that waits will not run any more."""
+        """A waiting request will not run any more."""
 
     def forget_row(self, slot: int) -> None:
-        """A row ends, perhaps before any plan has named it."""
+        """A row ends, perhaps before it was in any plan."""
 
 
 class GeneralPass:
@@ -100,7 +100,7 @@ class GeneralPass:
         self._note(step)
 
     def _note(self, step: StepBuilder) -> None:
-        """Every pass with work lowers the reserve, also one that could schedule nothing: so whoever waits gets in."""
+        """Every pass with open requests lowers the reserve, even one that planned nothing: waiting requests get admitted."""
         self._unsatisfied_passes += step.chunk_prefill_unsatisfied
         if self._running.requests or self._departing:
             self._promises.policy.after_pass()
@@ -141,7 +141,7 @@ class GeneralPass:
 
 
 class BlocksNotHeld(InvariantViolated):
-    """A prefill was to be planned whose blocks are not all there: the short pass has no way to get more."""
+    """A prefill without all of its blocks was to be planned: the short pass cannot get more."""
 
 
 class ShortPrefillPass:
@@ -158,7 +158,7 @@ class ShortPrefillPass:
         self.prefill_schedule(step)
 
     def prefill_schedule(self, step: StepBuilder) -> None:
-        """Chunks in the order of arrival, the whole budget theirs."""
+        """Plan chunks in the order of arrival until the budget is used up."""
         running = self._running
         while running.prefilling and step.budget > 0:
             slot = running.prefilling[0]

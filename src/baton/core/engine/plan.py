@@ -39,7 +39,7 @@ NO_INT64S: Int64s = np.empty(0, dtype=np.int64)
 
 
 class Stop(NamedTuple):
-    """Let go of a slot. The executor answers PREEMPTED with the number of tokens it knows of."""
+    """Release a slot. The executor answers PREEMPTED with the number of tokens it knows of."""
 
     slot: int
     epoch: int
@@ -62,9 +62,9 @@ class Start:
     """Prompt, then outputs delivered so far (on a restart)."""
     prompt_tokens: int
     computed: int
-    """How many leading positions already have KV in `blocks`."""
+    """Leading positions that already have KV in `blocks`."""
     limit: int
-    """`known` never passes this."""
+    """Upper bound of `known`."""
     sampling: Sampling
     blocks: Int32s
     """The first blocks of its table; more come as grows."""
@@ -84,7 +84,7 @@ class Chunk(NamedTuple):
 class StepPlan:
     step: int
     base_step: int
-    """The step this delta builds on; an executor that last ran another step must refuse it."""
+    """The step that this delta builds on; an executor that last ran another step must refuse it."""
     stops: tuple[Stop, ...] = ()
     copies: tuple[Copy, ...] = ()
     starts: tuple[Start, ...] = ()
@@ -98,7 +98,7 @@ class StepPlan:
 
     @property
     def tokens(self) -> int:
-        """How many tokens the step feeds, drafts aside."""
+        """Tokens that the step feeds, without drafts."""
         decodes = len(self.decode_slots)
         return decodes + sum(chunk.end - chunk.begin for chunk in self.chunks) if self.chunks else decodes
 
@@ -108,7 +108,7 @@ class StepPlan:
 
 
 class RowOutcome(IntEnum):
-    """What came of one slot in one step."""
+    """The outcome of one slot in one step."""
 
     TOKENS = 0
     NOTHING_CHUNK_UNFINISHED = 1
@@ -118,7 +118,7 @@ class RowOutcome(IntEnum):
 
 
 class Logprobs(Struct, array_like=True, frozen=True, forbid_unknown_fields=True, eq=False):
-    """Log-probabilities of the sampled tokens of one row, one line a token, alternatives by falling probability."""
+    """Log-probabilities of the sampled tokens of one row, one line per token, alternatives by falling probability."""
 
     row: int
     """Index into the result's rows."""
@@ -139,16 +139,16 @@ class StepResult:
     epochs: Int64s
     outcomes: Int8s
     counts: Int32s
-    """How many tokens each row yields; 0 unless the outcome is TOKENS."""
+    """Tokens that each row yields; 0 unless the outcome is TOKENS."""
     tokens: Tokens
     """All yielded tokens, row after row."""
     known: Int64s
-    """How many tokens the executor knows for the slot after this step (the scheduler checks that it agrees)."""
+    """Tokens that the executor knows for the slot after this step; the scheduler checks that it agrees."""
     logprobs: tuple[Logprobs, ...] = ()
     drafted: Int32s = field(default_factory=lambda: NO_INT32S)
-    """How many drafts were fed for each row; empty from an executor that has none."""
+    """Drafts fed for each row; empty from an executor without drafts."""
 
     @property
     def drafts(self) -> int:
-        """How many were fed in all."""
+        """Drafts fed in all."""
         return int(self.drafted.sum()) if len(self.drafted) else 0

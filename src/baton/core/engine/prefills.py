@@ -19,9 +19,9 @@ class PrefillChunks:
         self._block_size = running.config.block_size
         hands_over = running.config.role.gives
         self._whole_prompt = hands_over
-        """All blocks of the prompt are taken with its first chunk: a hand-over names them from then on."""
+        """Take all blocks of the prompt with its first chunk: the transfer of a hand-over needs them from then on."""
         self._last_planned = Move.HAND_OVER if hands_over else Move.PREFILL_PLANNED
-        """What the planning of its last chunk is to a request."""
+        """The move of a request whose last chunk is planned."""
 
     def plan(self, step: StepBuilder, slot: int) -> None:
         running, slots = self._running, self._running.slots
@@ -50,8 +50,8 @@ class PrefillChunks:
 class StartedPrefills:
     """Continues started prefills in order of admission, as far as budget and blocks allow.
 
-    A prefill was let in only if all its tokens fit beside what earlier prefills still lacked. So when everything else is
-    gone, the prefills that are left fit together; the oldest of them then need not leave a reserve.
+    A prefill is admitted only if all its tokens fit beside what earlier prefills still lack. So the prefills fit together
+    when everything else is gone, and the oldest of them then need not leave a reserve.
     """
 
     def __init__(self, running: RunningSet, chunks: PrefillChunks, promises: BlockPromises) -> None:
@@ -69,7 +69,7 @@ class StartedPrefills:
             self._chunks.plan(step, slot)
 
     def _next_fits(self, step: StepBuilder, slot: int) -> bool:
-        """Whether the next chunk leaves what is kept for the others; its own need is not held against it."""
+        """Whether the next chunk leaves the blocks kept for other rows."""
         slots = self._running.slots
         end = min(int(slots.known[slot]), int(slots.planned[slot]) + step.budget)
         missing = blocks_for(end, self._running.config.block_size) - int(slots.held[slot])

@@ -1,12 +1,12 @@
-"""Which block holds the KV of which prefix.
+"""The prefix cache's index: which block holds the KV of which prefix.
 
-A full block is named by a keyed 128-bit hash of its tokens and of its parent's name, so that a name stands for the whole
+The key of a full block is a keyed 128-bit hash of its tokens and of its parent's key, so that a key stands for the whole
 prefix up to and including that block. The chain starts at a root made of the model's fingerprint and the tenant's salt: two
-tenants, or two models, never meet.
+tenants, or two models, never share a key.
 
     root(salt) ──▶ chain(root, t0..t15) ──▶ chain(·, t16..t31) ──▶ …
 
-The index knows names and blocks. It does not know who uses a block (`blocks` does), and looking up never changes anything.
+The index maps keys to blocks. `blocks` knows which rows use a block. Looking up never changes anything.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KEY_BYTES = 16
 
 class PrefixIndex:
     def __init__(self, secret: bytes, fingerprint: bytes, blocks: int) -> None:
-        # The secret, brought to a fixed length, goes in front of what is hashed. BLAKE2 is a sound keyed hash that way too:
+        # The secret, hashed to a fixed length, goes in front of what is hashed. BLAKE2 is a sound keyed hash that way too:
         # its output cannot be extended. Its own keyed mode pads the key to a whole block, which would double the work.
         # Copying a hasher that has the key is faster than making one.
         key = hashlib.blake2b(secret, digest_size=32, person=b"key").digest()
@@ -36,17 +36,17 @@ class PrefixIndex:
         self._block_of: dict[Key, int] = {}
         self._key_of: list[Key | None] = [None] * blocks
         self._parent_of: list[Key | None] = [None] * blocks
-        """By block; the parent's key, not its block: a parent may leave and come back in another."""
+        """By block; the parent's key, not its block: a parent may be evicted and return in another block."""
         self.journal: PrefixJournal | None = None
-        """Set where somebody is told of names."""
+        """Set once changes are to be reported."""
         self._children: dict[Key, int] = {}
-        """Parent key → how many indexed blocks name it."""
+        """Parent key → number of indexed blocks that have this parent."""
 
     def __len__(self) -> int:
         return len(self._block_of)
 
     def keep_journal(self) -> PrefixJournal:
-        """From here on changes are kept; whoever takes them is told all names first."""
+        """Keep changes from now on; the first report has all keys."""
         self.journal = PrefixJournal(self._block_of.keys, 2 * len(self._key_of))
         return self.journal
 
@@ -56,21 +56,21 @@ class PrefixIndex:
         return Key(hasher.digest())
 
     def chain(self, parent: Key, tokens: bytes) -> Key:
-        """The name of the block that holds `tokens` (int32, little-endian) after `parent`."""
+        """The key of the block that holds `tokens` (int32, little-endian) after `parent`."""
         hasher = self._block_hasher.copy()
         hasher.update(parent + tokens)
         return Key(hasher.digest())
 
     def chain_each(self, parents: Sequence[Key], data: bytes) -> list[Key]:
-        """For each parent the name of its next block; `data` has their tokens end to end, the same number for each."""
+        """The key of each parent's next block; `data` has their tokens end to end, the same number for each."""
         width = len(data) // max(1, len(parents))
         begins = range(0, len(data), max(1, width))
         return [self.chain(parent, data[at : at + width]) for parent, at in zip(parents, begins, strict=True)]
 
     def keys_of(self, tokens: Tokens, salt: bytes, block_size: int) -> list[Key]:
-        """The root, then a name for each full block of `tokens`.
+        """The root, then the key of each full block of `tokens`.
 
-        The loop is `chain`, without a call for each block: a long prompt has thousands.
+        `chain` inlined, because a long prompt has thousands of blocks.
         """
         key: bytes = self.root(salt)
         keys = [key]
@@ -93,7 +93,7 @@ class PrefixIndex:
         return blocks
 
     def publish(self, keys: Sequence[Key], parents: Sequence[Key], blocks: Sequence[int]) -> list[int]:
-        """Name blocks. Answers those that were named: where another block already carries a name, that one keeps it."""
+        """Index blocks under keys. Returns those that were added: a key that another block already has is skipped."""
         block_of, key_of, children, journal = self._block_of, self._key_of, self._children, self.journal
         named = []
         for key, parent, block in zip(keys, parents, blocks, strict=True):
@@ -111,7 +111,7 @@ class PrefixIndex:
         return named
 
     def forget(self, block: int) -> int | None:
-        """Take a block's name away. Answers the parent's block when this was its last child."""
+        """Remove a block from the index. Returns the parent's block if this was its last child."""
         key, parent = self._key_of[block], self._parent_of[block]
         if key is None or parent is None:
             raise InvariantViolated(f"block {block} has no name")
@@ -136,10 +136,10 @@ class PrefixIndex:
         return key not in self._children
 
     def leaves(self, blocks: Sequence[int]) -> list[int]:
-        """Those of these named blocks that no other is chained to."""
+        """The blocks of these that are no block's parent."""
         key_of, children = self._key_of, self._children
         return [block for block in blocks if key_of[block] not in children]
 
     def names(self) -> dict[int, Key]:
-        """Block → its name; a copy, for the laws."""
+        """Block → its key; a copy, for the laws."""
         return {block: key for block, key in enumerate(self._key_of) if key is not None}

@@ -1,4 +1,4 @@
-"""What the prefix cache has of the tokens that a request starts with. Looking up changes nothing."""
+"""Finds the cached blocks of the tokens that a request starts with. Looking up changes nothing."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class PrefixLookup:
         self._prefix_cache = running.config.prefix_cache
 
     def keys_of(self, submission: Submission, tokens: Tokens) -> list[Key]:
-        """The root, and where the cache is on the key of each full block."""
+        """The root and, with the cache on, the key of each full block."""
         cached = tokens if self._prefix_cache else tokens[:0]
         return self._pool.prefix.keys_of(cached, submission.salt, self._block_size)
 
     def keys_to_start(self, submission: Submission, leader: Request | None) -> list[Key]:
-        """The leader's keys as far as they are of the prompt that both share: beyond it each goes its own way."""
+        """The leader's keys for the prompt that both share, unless outputs were generated elsewhere."""
         if leader is None or len(submission.generated):
             return self.keys_of(submission, submission.known)
         return leader.keys[: 1 + len(submission.prompt) // self._block_size]
@@ -41,7 +41,7 @@ class PrefixLookup:
         return PrefixHit(blocks, source, computed)
 
     def _tail_of_leader(self, request: Request) -> int | None:
-        """The block in which a sibling choice holds the end of the same prompt, if it still does."""
+        """The block in which a sibling choice still holds the end of the same prompt."""
         leader = request.leader
         if leader is None or len(request.outputs) or leader.slot is None or leader.phase is not Phase.RUNNING_DECODE:
             return None
@@ -51,10 +51,10 @@ class PrefixLookup:
         return int(self._slots.table[leader.slot, last // self._block_size])
 
     def blocks_to_take(self, tokens: int, hit: PrefixHit) -> int:
-        """By how much `pool.available` falls once a request has a row with room for `tokens`."""
+        """The amount by which `pool.available` falls once a request has a row with room for `tokens`."""
         return blocks_for(tokens, self._block_size) - len(hit.blocks) + self._pool.unreferenced(hit.blocks)
 
     def keys_after(self, request: Request, hit: PrefixHit) -> list[Key]:
-        """Keys of the blocks that would have to be computed, the last token's aside."""
+        """Keys of the blocks that would have to be computed, without the last token's."""
         usable = (request.tokens_at_start - 1) // self._block_size
         return request.keys[1 + len(hit.blocks) : usable + 1]

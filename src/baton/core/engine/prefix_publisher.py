@@ -1,7 +1,7 @@
 """Publishes full blocks in the prefix cache, at the settling of the step that filled them.
 
-Knows which leading blocks of each slot were published already, and the key of the last one. The last sampled token has no KV
-yet, so its block is never among them: what counts is `computed`, not `known`.
+Remembers how many leading blocks of each slot were published, and the key of the last one. The last sampled token has no KV
+yet, so `computed`, not `known`, decides which blocks are full.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class PrefixPublisher:
         self._pool = pool
         self._block_size = block_size
         self._tips: list[Key] = [Key(b"")] * slots.slots
-        """The key of the last block that each slot published."""
+        """The key of the last block that each slot has published."""
 
     def start(self, slot: int, request: Request, hit: PrefixHit) -> None:
         self._slots.published[slot] = len(hit.blocks)
         self._tips[slot] = request.keys[len(hit.blocks)]
 
     def unpublished(self, at: Int64s) -> tuple[Int64s, Int64s]:
-        """Rows with whole computed blocks that are not published: those with one block of outputs, and all others."""
+        """Rows with full blocks that are not published: those with exactly one block of outputs, and all others."""
         slots, size = self._slots, self._block_size
         full = slots.computed[at] // size
         more = full > slots.published[at]
@@ -40,7 +40,7 @@ class PrefixPublisher:
         return at[plain], at[~plain]
 
     def publish_outputs(self, at: Int64s) -> None:
-        """Publish the next block of each row, which holds outputs only: the steady case, done for all rows together."""
+        """Publish the next block of each row, which holds outputs only: the usual case, done for all rows together."""
         if not len(at):
             return
         slots, next_block = self._slots, self._slots.published[at]
@@ -54,7 +54,7 @@ class PrefixPublisher:
         slots.published[at] += 1
 
     def publish_all(self, slot: int, request: Request) -> None:
-        """Publish every whole computed block of a row; they may hold prompt, or straddle prompt and outputs."""
+        """Publish every full block of a row, whether it holds prompt, outputs or both."""
         slots = self._slots
         first, upto = int(slots.published[slot]), int(slots.computed[slot]) // self._block_size
         chain = [self._tips[slot], *request.keys[first + 1 : upto + 1]]

@@ -1,8 +1,8 @@
-"""Growth of decodes, and who yields when blocks run out.
+"""Growth of decodes, and preemption when blocks run out.
 
-A decode that finds no block waits out the step, and enough victims are ordered to yield for it. With nobody to yield, it
-waits for what is coming back. A request that yielded `max_preemptions` times is protected: it comes back only with its whole
-need promised, and no growth of others may touch what is promised. So protected requests always finish.
+A decode that finds no block skips the step, and enough victims are preempted for it. Without a victim it waits for blocks
+that are being freed. A request that was preempted `max_preemptions` times is protected: it is admitted again only with its
+whole remaining need promised, and other rows may not take promised blocks. So protected requests always finish.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class BlockPressure:
             step.decodes = StepRows.of_decodes(slots, rows, config.burst)
 
     def _grow_or_wait(self, step: StepBuilder, rows: Int64s, short: Int64s) -> Int64s:
-        """One more block for each row that needs it, the most important first. Answers the rows that can decode."""
+        """Give one more block to each row that needs it, by priority. Returns the rows that can decode."""
         slots = self._slots
         free_for_all = self._pool.available - self._promises.promised(slots)
         sure = slots.protected[short]
@@ -66,7 +66,7 @@ class BlockPressure:
         return rows
 
     def _grow_by_one(self, step: StepBuilder, rows: Int64s) -> None:
-        """`burst` never exceeds a block, so one block a row is always enough."""
+        """One block a row is always enough, because `burst` never exceeds a block."""
         slots = self._slots
         blocks, at = self._pool.take(len(rows)), slots.held[rows]
         slots.table[rows, at] = blocks
@@ -74,11 +74,11 @@ class BlockPressure:
         step.grow(rows.astype(np.int32), at.astype(np.int32), blocks)
 
     def _relieve(self, step: StepBuilder, starved: Int64s) -> None:
-        """Order victims to yield until what comes back is enough for those who found no block."""
+        """Preempt victims until the blocks being freed are enough for the rows that found none."""
         coming = self._coming_back()
         for asker in starved.tolist():
             if self._slots.phase[asker] != DECODING:
-                continue  # it was itself the victim for somebody before it
+                continue  # it was itself preempted for a row before it
             while coming < 1:
                 victim = choose_victim(self._config.victims, self._slots, asker, self.bring_back_us)
                 if victim is None:
@@ -91,7 +91,7 @@ class BlockPressure:
                 coming -= 1
 
     def _coming_back(self) -> int:
-        """Blocks that will be free once the slots that are being let go of are; those shared by two of them do not count."""
+        """Blocks that the slots being released will free; blocks shared by two of them do not count."""
         slots = self._slots
         stopping = np.flatnonzero((slots.serial != NO_REQUEST) & (slots.phase >= PREEMPTING))
         return self._pool.leaving + sum(self._pool.exclusive(slots.blocks(slot)) for slot in stopping.tolist())
@@ -108,7 +108,7 @@ class BlockPressure:
         self._promises.policy.after_preemption(self._slots)
 
     def bring_back_us(self, rows: Int64s) -> Int64s:
-        """By computing it again or, where it would be kept, by a copy: whichever is quicker."""
+        """Time to compute each row again or, if its KV would be kept, to copy it back: whichever is less."""
         lost = self._lost_tokens(rows)
         computing = computing_us(lost, self._rates)
         if not self._tiers.saves_preempted:
@@ -116,7 +116,7 @@ class BlockPressure:
         return np.minimum(computing, copying_us(lost, self._config.block_size, self._rates))
 
     def _lost_tokens(self, rows: Int64s) -> Int64s:
-        """How many tokens of each row would be gone: what others hold too is still there when it resumes."""
+        """Tokens of each row that would be lost: blocks that other rows hold are still there when it resumes."""
         slots, size = self._slots, self._config.block_size
         kept = [slots.held[slot] - self._pool.exclusive(slots.blocks(slot)) for slot in rows.tolist()]
         return np.asarray(np.maximum(0, slots.known[rows] - np.array(kept, dtype=np.int64) * size))

@@ -1,4 +1,4 @@
-"""The queue as a source of rows: its head is let in while it fits, and the store is asked ahead for what it starts with."""
+"""The queue as a source of rows: its head is admitted while it fits, and KV is prefetched from the store for it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from baton.core.engine.step_builder import StepBuilder
 from baton.core.engine.waiting_queue import WaitingQueue
 from baton.core.tiers.offload import AnyTiers
 
-SOUGHT_AHEAD = 8
-"""The store is asked for this many at the head of the queue; this many may pass one that waits for it."""
+PREFETCH_AHEAD = 8
+"""Prefetch for this many requests at the head of the queue; at most this many may overtake one that waits for the store."""
 SOUGHT_AGAIN_MAX = 2
-"""How often the store is asked once more for one that could be let in."""
+"""Times the store is asked again for a request that could be admitted."""
 
 
 class QueuedRequests:
@@ -48,50 +48,50 @@ class QueuedRequests:
 
     def withdraw(self, request: Request) -> None:
         self._queue.withdraw(request)
-        self._tiers.forget_seeker(request.serial)
+        self._tiers.forget_prefetch(request.serial)
 
     def prefetch(self) -> None:
-        """Have the store asked for what those at the head of the queue start with; they may not come to wait for it."""
+        """Prefetch KV from the store for the requests at the head of the queue, before they could be admitted."""
         if not self._has_store:
             return
-        for request in self._queue.first(SOUGHT_AHEAD):
-            if not request.is_sought and self._peers.prefills_here(request):
-                request.is_sought = self._restoring.seek(request.serial, request)
+        for request in self._queue.first(PREFETCH_AHEAD):
+            if not request.is_prefetched and self._peers.prefills_here(request):
+                request.is_prefetched = self._restoring.prefetch(request.serial, request)
 
     def admit(self, step: StepBuilder) -> None:
-        """Let requests in while the next one fits."""
+        """Admit requests while the next one fits."""
         while (request := self._next()) and step.budget > 0 and self._admission.has_row:
             match self._admission.consider(request):
-                case Admit(hit, _) if self._is_sought_again(request, hit):
-                    continue  # it lets others pass
+                case Admit(hit, _) if self._prefetches_again(request, hit):
+                    continue  # others may overtake it
                 case Admit(hit, protected):
                     self._queue.remove(request)
-                    self._let_in(step, request, hit, protected)
+                    self._start(step, request, hit, protected)
                 case MustWait():
                     return
 
     def _next(self) -> Request | None:
-        """The head of the queue; one that is being brought from the store lets others pass."""
-        head, is_seeking = self._queue.head, self._tiers.is_seeking
-        if head is None or not is_seeking(head.serial):
+        """The first request in the queue whose KV is not being fetched from the store."""
+        head, is_prefetching = self._queue.head, self._tiers.is_prefetching
+        if head is None or not is_prefetching(head.serial):
             return head
-        return next((request for request in self._queue.first(SOUGHT_AHEAD) if not is_seeking(request.serial)), None)
+        return next((request for request in self._queue.first(PREFETCH_AHEAD) if not is_prefetching(request.serial)), None)
 
-    def _is_sought_again(self, request: Request, hit: PrefixHit) -> bool:
-        """What it starts with may have been in host memory, or on its way to the store, when it began to wait, and be in the
-        store alone by now."""
+    def _prefetches_again(self, request: Request, hit: PrefixHit) -> bool:
+        """Ask the store once more: KV that was in host memory, or being stored, when the request began to wait may be only
+        in the store by now."""
         tiers = self._tiers
-        if not self._has_store or request.sought_again >= SOUGHT_AGAIN_MAX or not self._peers.prefills_here(request):
+        if not self._has_store or request.prefetched_again >= SOUGHT_AGAIN_MAX or not self._peers.prefills_here(request):
             return False
         after = self._lookup.keys_after(request, hit)
         missing = after[len(tiers.host.run(after)) :]
         if not missing or not tiers.is_known_stored(missing[0]):
             return False
-        request.sought_again += 1
-        tiers.seek(request.serial, missing, self._running.now_us)
-        return tiers.is_seeking(request.serial)
+        request.prefetched_again += 1
+        tiers.prefetch(request.serial, missing, self._running.now_us)
+        return tiers.is_prefetching(request.serial)
 
-    def _let_in(self, step: StepBuilder, request: Request, hit: PrefixHit, protected: bool) -> None:
+    def _start(self, step: StepBuilder, request: Request, hit: PrefixHit, protected: bool) -> None:
         if self._peers.takes(request, hit, protected):
             return
         rows = self._restoring.host_rows(request, hit)

@@ -1,11 +1,11 @@
-"""What the scheduler remembers of a request and tells of a step: values without decisions."""
+"""The scheduler's record of a request and the result of a step: values without decisions."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from baton.core.engine.ended import Bill, EndedRequest, StartedRequest
-from baton.core.engine.plan import Int32s, Int64s, Logprobs
+from baton.core.engine.plan import NO_INT32S, NO_INT64S, Int32s, Int64s, Logprobs
 from baton.core.engine.prefix import Key
 from baton.core.engine.request import NO_TOKENS, FinishReason, Phase, Serial, Submission, Tokens
 from baton.core.handover.faults import PdFault
@@ -19,37 +19,37 @@ class Request:
     submission: Submission
     limit: int
     keys: list[Key]
-    """The root, then the name of each full block of the tokens it starts with."""
+    """The root, then the key of each full block of the tokens it starts with."""
     since_us: int
-    """When it entered the stage (queue, prefill, decode) that it is in."""
+    """Time at which it entered its current stage (queue, prefill, decode)."""
     phase: Phase = Phase.WAITING
     epoch: int = 0
-    """How often it was started."""
+    """Number of times it was started."""
     slot: int | None = None
     outputs: Tokens = field(default_factory=lambda: NO_TOKENS)
-    """What it was given before its last start, elsewhere or before it was preempted; while it runs, the slot knows."""
+    """Outputs before its last start, from elsewhere or from before a preemption; while it runs, its slot has them all."""
     followers: list[Request] = field(default_factory=list)
     """Sibling choices that wait for this one's prompt blocks."""
     leader: Request | None = None
     ends_as: FinishReason | None = None
-    """Set with an order to stop that ends it: how, when the executor acknowledges. None: it will be resumed."""
+    """The reason it ends with once the executor acknowledges its stop. None: it will be resumed."""
     keep: int | None = None
-    """How many outputs count, where the front end cut the answer (a stop string)."""
+    """Number of outputs that count, if the front end cut the answer at a stop string."""
     fault: PdFault | None = None
-    """Why the attempt ends, where that was not its own doing."""
+    """Why the attempt ends, if the request itself is not the cause."""
     prefills_here: bool = False
-    """No peer is asked to prefill it (any more)."""
-    is_sought: bool = False
-    """The store was asked for what it starts with."""
-    sought_again: int = 0
-    """How often since then, when it could have been let in."""
+    """No peer is asked to prefill it, or no longer."""
+    is_prefetched: bool = False
+    """The store was asked for the KV of the tokens it starts with."""
+    prefetched_again: int = 0
+    """Number of times it was asked again when the request could have been admitted."""
     pinned: bool = False
-    """A transfer may read its blocks: they come back when that is over, too."""
+    """A transfer may read its blocks: they are freed only after it ends."""
     bill: Bill = field(default_factory=Bill)
     found_tokens: int = 0
-    """Positions that the cache had at the last start."""
+    """Positions that were cached at the last start."""
     computed_ever: int = 0
-    """Leading positions whose KV has existed at some time."""
+    """Leading positions whose KV has been computed at some time."""
 
     @property
     def tokens_at_start(self) -> int:
@@ -57,7 +57,7 @@ class Request:
 
     @property
     def cached_of_prompt(self) -> int:
-        """What the client is told: what was generated elsewhere is no part of its prompt."""
+        """As reported to the client: outputs generated elsewhere are not part of its prompt."""
         return min(self.bill.cached_tokens, len(self.submission.prompt))
 
     @property
@@ -68,7 +68,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """What a starting request need not compute: whole cached blocks, then part of a sibling's last block."""
+    """Tokens a starting request need not compute: whole cached blocks, then part of a sibling's last block."""
 
     blocks: Int32s
     copy_from: int | None
@@ -77,12 +77,15 @@ class PrefixHit:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """What one step brought, for the front end. Row i yields `counts[i]` of `tokens`, row after row."""
+    """The result of one step, for the front end. Row i yields `counts[i]` of `tokens`, row after row."""
 
     serials: Int64s
     counts: Int32s
     tokens: Tokens
     logprobs: tuple[Logprobs, ...]
-    """Their `row` indexes this object's rows, and they have as many lines as the row has tokens."""
+    """`row` indexes this object's rows; each has one line per token of its row."""
     started: tuple[StartedRequest, ...]
     ended: tuple[EndedRequest, ...]
+
+
+NOTHING_SETTLED = Settled(NO_INT64S, NO_INT32S, NO_INT32S, (), (), ())

@@ -22,7 +22,7 @@ Where KV of it lies in host memory, that is copied into its blocks before it run
     WAITING ──blocks taken, copy ordered──▶ RESTORING ──admit──▶ RUNNING_PREFILL
                                                 └──order to stop──▶ PREEMPTING    until the copy is over or fenced: the ack
 
-A request whose row the executor was never told of (held for a prefill that was not granted, or adopted and not begun)
+A request whose row the executor does not know (held for a prefill that was not granted, or adopted and not begun)
 finishes at once.
 
 A phase says what the scheduler will plan *next* for the request: a prefill whose last chunk is planned, though still in
@@ -56,11 +56,11 @@ from baton.core.bounds import (
 
 RequestId = NewType("RequestId", str)
 Serial = NewType("Serial", int)
-"""A worker's own number for an accepted request; never reused while the worker lives."""
+"""A worker's number for an accepted request; never reused while the worker runs."""
 
 Tokens = npt.NDArray[np.int32]
 Prompt = np.ndarray[tuple[int], np.dtype[np.int32]]
-"""Tokens, as a type of its own: encoded with its group, a follower's prompt is left out."""
+"""Tokens, as a type of its own: the encoding of a group leaves out a follower's prompt."""
 
 NO_TOKENS: Tokens = np.empty(0, dtype=np.int32)
 NO_TOKENS.setflags(write=False)
@@ -78,7 +78,7 @@ class Phase(IntEnum):
 
 
 class Move(Enum):
-    """What can happen to a request, seen from its phase."""
+    """Events that move a request from one phase to another."""
 
     ADMIT = "admit"
     PREFILL_PLANNED = "prefill planned"
@@ -123,13 +123,13 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
-    """Scheduler and executor disagreed about this request; it may be tried again."""
+    """Scheduler and executor disagreed about this request; it may be retried."""
     RESCHEDULE = "pd_reschedule"
-    """The attempt ended here with everything generated so far; it may go on elsewhere."""
+    """The attempt ended here with everything generated so far; it may continue elsewhere."""
 
 
 class Sampling(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """How to choose tokens. The defaults are those of an unmodified distribution.
+    """Sampling parameters. The defaults leave the distribution unmodified.
 
     Draws are keyed by (seed, choice, position), never by a running generator, so that the n-th token does not depend
     on batching, preemption or moves.
@@ -150,37 +150,37 @@ class Sampling(Struct, array_like=True, frozen=True, forbid_unknown_fields=True)
     frequency_penalty: Finite = 0.0
     logit_bias: Annotated[tuple[tuple[Count, Finite], ...], Meta(max_length=LISTED_MAX)] = ()
     stop_token_ids: Annotated[tuple[Count, ...], Meta(max_length=LISTED_MAX)] = ()
-    """End-of-text ids included, unless the client asked to ignore them."""
+    """Includes the end-of-text ids, unless the client asked to ignore them."""
     min_tokens: Count = 0
     """No stop token may be drawn before this many outputs."""
     logprobs: Annotated[int, Meta(ge=0, le=ALTERNATIVES_MAX)] | None = None
-    """How many alternatives to report beside the chosen token; None reports nothing."""
+    """Alternatives to report for each chosen token; None reports no log-probabilities."""
 
 
 _Id = Annotated[RequestId, Meta(max_length=REQUEST_ID_CHARS_MAX)]
 
 
 class Submission(Struct, array_like=True, frozen=True, forbid_unknown_fields=True, eq=False):
-    """One choice of a client's request, as it is handed to a worker. Never changes after acceptance."""
+    """One choice of a client's request, as submitted to a worker. Never changes after acceptance."""
 
     request_id: _Id
     prompt: Prompt
     sampling: Sampling
     max_tokens: Long | None = None
     salt: Annotated[bytes, Meta(max_length=SALT_BYTES_MAX)] = b""
-    """Narrows KV sharing to those with the same salt (tenant, and the client's own `cache_salt`)."""
+    """KV is shared only between requests with the same salt (tenant, and the client's own `cache_salt`)."""
     priority: Annotated[int, Meta(ge=-INT32_MAX, le=INT32_MAX)] = 0
-    """Lower goes first, and is never preempted for the benefit of a higher number."""
+    """Lower numbers go first, and are never preempted for a higher number."""
     leader: _Id | None = None
-    """The choice whose prompt blocks this one will share; it is in the same group and comes before this one."""
+    """The choice whose prompt blocks this one shares; it comes earlier in the same group."""
     generated: Tokens = NO_TOKENS
-    """Outputs that the client has already, from instances that it was on before; they count in `max_tokens`."""
+    """Outputs that the client already has, from instances that ran it before; they count towards `max_tokens`."""
     prefill_at: Address = ""
-    """The peer that shall prefill it, where the one who sends it has chosen; empty: any."""
+    """The peer to prefill it, if the sender has chosen one; empty: any."""
 
     @property
     def known(self) -> Tokens:
-        """What it starts with: the prompt and, after it, what was generated elsewhere."""
+        """All tokens it starts with: the prompt, then the outputs generated elsewhere."""
         return np.concatenate((self.prompt, self.generated)) if len(self.generated) else self.prompt
 
     @property
@@ -189,7 +189,7 @@ class Submission(Struct, array_like=True, frozen=True, forbid_unknown_fields=Tru
 
 
 def frozen_tokens(tokens: npt.ArrayLike) -> Tokens:
-    """A private, read-only int32 copy: no caller's list is kept, none can be edited through us."""
+    """A private, read-only int32 copy, which no caller can change."""
     array = np.array(tokens, dtype=np.int32, copy=True).reshape(-1)
     array.setflags(write=False)
     return array

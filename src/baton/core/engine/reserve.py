@@ -1,13 +1,13 @@
-"""How many blocks running requests keep newcomers from taking: the rule of admission, as a policy.
+"""Reserve policies: the blocks that admission keeps free for running requests.
 
-A reserve is a bet on how much the running requests will still grow. Too small, and requests are preempted and computed
-again; too large, and the pool stands empty. Each policy answers, for every row, how many blocks it keeps beyond what the row
-holds; decodes themselves grow without asking it.
+A reserve is an estimate of how much the running requests will still grow. If it is too small, requests are preempted and
+computed again; if it is too large, blocks stay unused. A policy returns for every row the number of blocks kept beyond those
+that the row holds. Decodes grow without asking it.
 
-`new-token-ratio` bets on a share of what each request may still generate. The share falls a little in every pass and
-jumps back, to what has proved necessary, at every preemption.
+`new-token-ratio` keeps a share of the tokens that each request may still generate. The share falls a little in every pass,
+and every preemption raises it to the share that was needed.
 
-`fixed-blocks` bets on so many blocks a request, and only after a preemption.
+`fixed-blocks` keeps a number of blocks for each request, and only after a preemption.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from baton.core.engine.plan import Int64s
 from baton.core.engine.slots import DECODING, Slots
 
 BLOCKS_EXPECTED_A_DECODE = 16
-"""What a decoding request is expected to add soon, when the ratio is set anew after a preemption."""
+"""Blocks that each decoding request is expected to add soon, when the ratio is set after a preemption."""
 
 
 def blocks_for(tokens: int, block_size: int) -> int:
@@ -41,7 +41,7 @@ class NewTokenRatio:
         self.ratio = max(self._config.ratio_floor, self.ratio - self._config.ratio_decay)
 
     def after_preemption(self, slots: Slots) -> None:
-        """What the running requests have used of their limits, and what they will soon use, is the share to expect."""
+        """Set the ratio to the share of their limits that the running requests have used and will soon use."""
         rows = slots.running()
         if not len(rows):
             self.ratio = self._config.ratio_initial
@@ -57,7 +57,7 @@ class FixedBlocks:
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
         self.ratio = 0.0
-        """Blocks a request, before rounding down. 0 is relaxed: nothing is kept until a preemption."""
+        """Blocks kept for each request, before rounding down; 0 until the first preemption."""
 
     def blocks(self, slots: Slots, rows: Int64s) -> Int64s:
         del slots
@@ -72,7 +72,7 @@ class FixedBlocks:
 
 
 class NoReserve:
-    """Nothing is kept: what vLLM does, and the measure for the other two."""
+    """Keeps nothing, like vLLM; the baseline for the other two."""
 
     ratio = 0.0
 
@@ -81,10 +81,10 @@ class NoReserve:
         return np.zeros(len(rows), dtype=np.int64)
 
     def after_pass(self) -> None:
-        """Nothing to let fall."""
+        """The ratio is always 0."""
 
     def after_preemption(self, slots: Slots) -> None:
-        """Nothing to raise."""
+        """The ratio is always 0."""
 
 
 Reserve = NewTokenRatio | FixedBlocks | NoReserve
@@ -101,10 +101,10 @@ def reserve_for(config: WorkerConfig) -> Reserve:
 
 
 class BlockPromises:
-    """What running requests are sure to be given, and what is kept for them beyond that.
+    """Blocks promised to running requests, and blocks kept for them beyond that.
 
     A row that can no longer be a victim is promised its whole remaining need. Every other row is promised nothing; one that
-    still prefills keeps the blocks that the rest of its tokens will fill, and all keep what the reserve policy says.
+    still prefills keeps the blocks that the rest of its tokens will fill, and every row keeps its policy's reserve.
     """
 
     def __init__(self, config: WorkerConfig) -> None:
@@ -112,15 +112,15 @@ class BlockPromises:
         self.policy = reserve_for(config)
 
     def promised(self, slots: Slots) -> int:
-        """Blocks that no unprotected growth may touch."""
+        """Blocks promised to protected rows: no other row may take them."""
         if not np.count_nonzero(slots.protected):
-            return 0  # as nearly always
+            return 0  # nearly always
         rows = slots.running()
         rows = rows[slots.protected[rows]]
         return int(self._whole_need(slots, rows).sum())
 
     def kept(self, slots: Slots, asker: int | None = None) -> int:
-        """Blocks that a prefill may not touch: what is kept for every running row but the asker itself."""
+        """Blocks that a prefill may not take: those kept for every running row except `asker`."""
         rows = slots.running()
         if asker is not None:
             rows = rows[rows != asker]

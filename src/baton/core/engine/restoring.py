@@ -1,4 +1,4 @@
-"""Rows whose KV comes back from host memory: blocks are taken, the copy is ordered, and the row runs when it is over.
+"""Rows whose KV is copied back from host memory: blocks are taken, the copy is ordered, and the row runs when it has ended.
 
 A copy that fails or is fenced leaves the row with fewer computed tokens; the rest is computed.
 """
@@ -42,21 +42,21 @@ class KvRestoring:
         self._tiers = tiers
 
     def host_rows(self, request: Request, hit: PrefixHit) -> Int32s:
-        """Where host memory continues what the cache has, as far as that is worth bringing back."""
+        """The rows of host memory that continue the cached prefix; none if computing them again is quicker."""
         rows = self._tiers.host.run(self._lookup.keys_after(request, hit))
         return rows if len(rows) and self._tiers.brings_back(len(rows)) else NO_INT32S
 
-    def seek(self, seeker: Hashable, request: Request) -> bool:
-        """Have the store asked for what neither the cache nor host memory has. False: not now."""
+    def prefetch(self, requester: Hashable, request: Request) -> bool:
+        """Prefetch from the store the blocks that neither the cache nor host memory has. False: try again later."""
         if not self._running.config.tiers.store:
             return True
         after = self._lookup.keys_after(request, self._lookup.find(request))
         here = len(self._tiers.host.run(after))
         self._tiers.host.touch(after[:here])
-        return self._tiers.seek(seeker, after[here:], self._running.now_us)
+        return self._tiers.prefetch(requester, after[here:], self._running.now_us)
 
     def restore(self, request: Request, hit: PrefixHit, rows: Int32s, protected: bool) -> None:
-        """Take a row and all blocks of what it starts with, and order the copy of host memory's share."""
+        """Take a row and all blocks of the tokens it starts with, and order the copy of those in host memory."""
         running, slots = self._running, self._running.slots
         slot = running.occupy(request, hit, Move.RESTORE)
         slots.protected[slot] = protected
@@ -72,7 +72,7 @@ class KvRestoring:
         self._tiers.load(request.serial, request.keys[first : first + len(rows)], rows, arriving, running.now_us)
 
     def loaded(self, serial: Serial, blocks: int) -> EndedRequest | int:
-        """The copy is over and brought `blocks` leading blocks. Answers how the request ends, or the slot that may run."""
+        """The copy has ended and brought `blocks` leading blocks. Returns its end, or the slot that may run."""
         running, slots = self._running, self._running.slots
         request = running.requests[serial]
         slot = running.slot_of(request)
@@ -92,7 +92,7 @@ class KvRestoring:
         return slot
 
     def order_end(self, request: Request, reason: FinishReason) -> None:
-        """End it when nothing writes to its blocks any more."""
+        """End it once nothing writes to its blocks."""
         request.ends_as = reason
         self._queue.release_followers(request)
         self._running.move(request, Move.ORDER_STOP)
@@ -100,7 +100,7 @@ class KvRestoring:
 
 
 class RestoredRows:
-    """A source of rows: those whose copy is over begin with the next step."""
+    """A source of rows: those whose copy has ended begin with the next step."""
 
     waiting = 0
 

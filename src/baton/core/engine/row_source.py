@@ -1,4 +1,4 @@
-"""What the general pass asks of a source of rows besides the queue."""
+"""Interfaces of the general pass to sources of rows other than the queue."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ class RowSource(Protocol):
 
     @property
     def stalled(self) -> int:
-        """Rows that no pass can bring on: they wait for a peer or a copy."""
+        """Rows that wait for a peer or a copy, so that no pass can advance them."""
 
     def begin_rows(self, step: StepBuilder) -> None:
         """Put the rows that are due into the step."""
 
     def withdraw(self, request: Request) -> bool:
-        """A request without a slot will not run any more. False: it does not wait here."""
+        """A request without a slot will not run any more. False: it does not wait in this source."""
 
     def forget_row(self, slot: int) -> None:
-        """A row ends, perhaps before any plan has named it."""
+        """A row ends, perhaps before it was in any plan."""
 
 
 class PeerPrefills(Protocol):
-    """Whether requests that are let in are prefilled by a peer."""
+    """Decides whether admitted requests are prefilled by a peer."""
 
     def prefills_here(self, request: Request) -> bool:
-        """Whether no peer is asked for it in any case."""
+        """Whether no peer will be asked to prefill it."""
 
     def takes(self, request: Request, hit: PrefixHit, protected: bool) -> bool:
-        """Have a request that is let in prefilled by a peer. False: it starts here."""
+        """Have an admitted request prefilled by a peer. False: it starts here."""
 
 
 class NoPeerPrefills:
-    """Everything is prefilled here."""
+    """All requests are prefilled here."""
 
     def prefills_here(self, request: Request) -> bool:
         del request

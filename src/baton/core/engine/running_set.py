@@ -1,10 +1,10 @@
 """The running set of one engine: slot table, block pool, open requests and the steps in flight.
 
 Up to `depth` plans are in flight at once, so a plan is made from what is *known* plus the most that steps in flight may
-yield. A slot and its blocks come back in one way only: the plan carries a Stop, the executor finishes what it has and
-acknowledges, and at the settling of that acknowledgement both are free. A request that ends by itself, one that the client
-aborts, one whose stop string the front end found and one that is preempted all take that way. The exception is a row that
-was never started on the executor: nothing in flight can name it, so it is free at once.
+yield. A slot and its blocks are freed in one way only: a plan has a Stop for the slot, the executor finishes its work and
+acknowledges, and when that acknowledgement settles both are free. This holds for requests that end by themselves, that the
+client aborts, that a stop string cuts and that are preempted. The exception is a row that was never started on the executor:
+no step in flight can refer to it, so it is freed at once.
 
 Which requests start, and when, is not decided here: `scheduler` wires the parts that do.
 """
@@ -39,13 +39,13 @@ class RunningSet:
         self.stopping: list[int] = []
         """Slots whose Stop goes into the next plan."""
         self.now_us = 0
-        """When what is asked for next happens; set from outside."""
+        """Time of the current event; set from outside."""
         self.steps = 0
         self.notes: PhaseNotes | None = None
-        """Set where phases are reported."""
+        """Set once phases are to be reported."""
         self._publisher = PrefixPublisher(self.slots, self.pool, config.block_size)
         self._decoding: StepRows | None = None
-        """Every row that decodes, remembered until a request begins or ceases to decode."""
+        """All decoding rows; None after a request began or ceased to decode."""
         self._phases = StateMachine(TRANSITIONS, "a request")
         self._next_serial = 0
 
@@ -78,13 +78,13 @@ class RunningSet:
             self.slots.phase[request.slot] = phase
 
     def moves(self) -> dict[tuple[Phase, Move], int]:
-        """How often each transition of the table was taken; a copy, for reports."""
+        """Number of times each transition of the table was taken; a copy, for reports."""
         return self._phases.moves()
 
     # ── rows ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def occupy(self, request: Request, hit: PrefixHit, move: Move) -> int:
-        """Give a request a row, with the blocks that the cache has for it."""
+        """Give a request a row, with its cached blocks."""
         slot = self.slots.claim(request.serial)
         request.slot = slot
         request.epoch += 1
@@ -107,7 +107,7 @@ class RunningSet:
         slots.set_stop_ids(slot, submission.sampling.stop_token_ids)
 
     def start_row(self, step: StepBuilder, slot: int, tokens: Tokens, computed: int) -> None:
-        """Put the row's Start into the step: from here on only the executor's acknowledgement frees it."""
+        """Put the row's Start into the step: from now on only the executor's acknowledgement frees it."""
         request, blocks = self.occupant(slot), self.slots.blocks(slot)
         blocks.setflags(write=False)
         tokens.setflags(write=False)
@@ -126,7 +126,7 @@ class RunningSet:
         )
 
     def order_stop(self, request: Request, move: Move) -> None:
-        """The next plan carries the Stop of its row."""
+        """Put the Stop of its row into the next plan."""
         slot = self.slot_of(request)
         if slot in self.prefilling:
             self.prefilling.remove(slot)
@@ -134,7 +134,7 @@ class RunningSet:
         self.stopping.append(slot)
 
     def pin(self, request: Request, pin: Pin) -> None:
-        """Pin those blocks of its row otherwise that are pinned."""
+        """Change the pin of the pinned blocks of its row."""
         self.pool.pin(self.pool.pinned(self.slots.blocks(self.slot_of(request))), pin)
 
     def vacate(self, request: Request) -> None:
@@ -147,7 +147,7 @@ class RunningSet:
             del self.requests[request.serial]
 
     def publish_full_blocks(self, at: Int64s) -> None:
-        """Offer every whole computed block of these rows to the prefix cache."""
+        """Publish every full block of these rows in the prefix cache."""
         if not self.config.prefix_cache:
             return
         plain, others = self._publisher.unpublished(at)
@@ -166,7 +166,7 @@ class RunningSet:
         return self._decoding
 
     def remembered_decodes(self) -> StepRows | None:
-        """For the laws: the rows that decode, if they are remembered."""
+        """For the laws: the remembered decoding rows, if any."""
         return self._decoding
 
     def order_stops(self, step: StepBuilder) -> None:
@@ -174,7 +174,7 @@ class RunningSet:
         self.stopping.clear()
 
     def launch(self, step: StepBuilder) -> StepPlan | None:
-        """The plan of a filled step, which is in flight from now on; None when there is nothing in it."""
+        """The plan of a filled step, which is in flight from now on; None if the step is empty."""
         plan = step.build()
         if plan.is_empty:
             return None

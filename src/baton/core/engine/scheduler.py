@@ -5,7 +5,7 @@
 
     part                              its one job
     RunningSet                        slots, block pool, open requests, steps in flight
-    PrefixLookup                      what the cache has of a request
+    PrefixLookup                      cached blocks of a request
     WaitingQueue                      requests that wait, in order
     Admission                         whether one fits beside reserve, promises and bookings; starting it
     QueuedRequests, RestoredRows,     sources of rows: the queue, host memory, a peer's prefills, prefills held for a peer
@@ -16,7 +16,7 @@
     StepSettling, RequestEnding,      results, ends, and ends that wait for the store
     DepartingRequests
     KvRestoring, Tiers                KV from and to host memory and the store
-    Billing                           what requests cost
+    Billing                           tokens and times of each request
 
 Everything is wired here: `SchedulerParts` has what all compositions share, and there is one function for each role.
 """
@@ -54,7 +54,7 @@ from baton.core.tiers.offload import tiers_of
 
 
 class SchedulerParts:
-    """What every composition has."""
+    """The parts of every composition."""
 
     def __init__(self, config: WorkerConfig, prefix: PrefixIndex, queue: WaitingQueue) -> None:
         self.queue = queue
@@ -71,7 +71,7 @@ class SchedulerParts:
 
 
 class GeneralSchedulerParts(SchedulerParts):
-    """What compositions with a queue have besides."""
+    """The additional parts of compositions with a queue."""
 
     def __init__(self, config: WorkerConfig, prefix: PrefixIndex) -> None:
         super().__init__(config, prefix, WaitingQueue())
@@ -94,12 +94,12 @@ class GeneralSchedulerParts(SchedulerParts):
 
 
 def mixed_scheduler(config: WorkerConfig, prefix: PrefixIndex) -> Scheduler:
-    """Prefills and decodes what clients ask for."""
+    """Prefills and decodes the requests of clients."""
     return GeneralSchedulerParts(config, prefix).scheduler(NoPeerPrefills())
 
 
 def decode_scheduler(config: WorkerConfig, prefix: PrefixIndex) -> tuple[Scheduler, ArrivingRows]:
-    """As the mixed one, with peers that prefill for it."""
+    """Like the mixed one, with peers that prefill for it."""
     parts = GeneralSchedulerParts(config, prefix)
     arriving = ArrivingRows(
         parts.running, parts.queue, parts.admission, parts.lookup, parts.billing, parts.ending, parts.tiers
@@ -138,7 +138,7 @@ class Scheduler:
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def set_clock(self, now_us: int) -> None:
-        """When what is asked for next happens."""
+        """Set the time of the next calls."""
         self.running.now_us = now_us
 
     def plan(self, now_us: int) -> StepPlan | None:
@@ -156,7 +156,7 @@ class Scheduler:
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def enqueue(self, submission: Submission, limit: int, now_us: int, leader: Serial | None = None) -> Serial:
-        """Put a request, already found possible, into the queue, or behind the leader whose blocks it shares."""
+        """Queue a request that passed its checks, or hold it back behind the leader whose blocks it shares."""
         self.running.now_us = now_us
         leading = None if leader is None else self.running.requests[leader]
         keys = self.lookup.keys_to_start(submission, leading)
@@ -170,7 +170,7 @@ class Scheduler:
     def order_stop(
         self, serial: Serial, reason: FinishReason, now_us: int, keep: int | None = None, fault: PdFault | None = None
     ) -> EndedRequest | None:
-        """End a request from outside. One that waits ends here; one that runs ends when the executor acknowledges."""
+        """End a request from outside. A waiting one ends here; a running one ends when the executor acknowledges."""
         self.running.now_us = now_us
         if serial in self._departing:
             return self._departing.end_at_once(serial, reason, keep, now_us)
@@ -196,7 +196,7 @@ class Scheduler:
         return None
 
     def loaded(self, serial: Serial, blocks: int, now_us: int) -> EndedRequest | None:
-        """The copy from host memory is over and brought `blocks` leading blocks. What is missing is computed."""
+        """The copy from host memory has ended and brought `blocks` leading blocks. The rest is computed."""
         self.running.now_us = now_us
         outcome = self._restoring.loaded(serial, blocks)
         if isinstance(outcome, EndedRequest):
@@ -205,22 +205,22 @@ class Scheduler:
         return None
 
     def departing(self) -> tuple[Serial, ...]:
-        """Requests whose end waits for what they leave behind."""
+        """Requests whose end waits for their KV to be stored."""
         return self._departing.serials()
 
     def departed(self, serial: Serial) -> EndedRequest:
-        """What it leaves behind is stored, or will not be: its end may be reported."""
+        """Its KV is stored, or will not be: its end may be reported."""
         return self._departing.departed(serial, self.running.now_us)
 
     def pin(self, serial: Serial) -> None:
-        """A transfer to a peer reads the request's blocks from here on."""
+        """A transfer to a peer reads the request's blocks from now on."""
         self._ending.pin(serial)
 
     def unpin(self, serial: Serial) -> None:
         """No transfer reads the request's blocks any more."""
         self._ending.unpin(serial)
 
-    # ── what others may know ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── views ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def waiting(self) -> int:
@@ -229,7 +229,7 @@ class Scheduler:
 
     @property
     def asleep(self) -> bool:
-        """Whether only a peer or a copy can bring on what is open: no pass would do anything."""
+        """Whether all open requests wait for a peer or a copy, so that a pass would do nothing."""
         return self._pass.asleep
 
     @property
@@ -238,7 +238,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether anything is open or not yet given back."""
+        """Whether any request is open or any slot is not free yet."""
         return bool(self.running.requests or self._departing)
 
     @property
@@ -246,7 +246,7 @@ class Scheduler:
         return self.running.notes
 
     def keep_notes(self) -> None:
-        """Note every phase that a request enters from here on."""
+        """Note every phase that a request enters from now on."""
         self.running.notes = PhaseNotes()
 
     def requests(self) -> tuple[Request, ...]:
@@ -257,7 +257,7 @@ class Scheduler:
         return self.running.requests.get(serial)
 
     def unplanned(self, serial: Serial) -> int:
-        """How many of the tokens that it starts with no plan feeds yet, as far as the cache does not have them."""
+        """Uncached tokens of its start that no plan feeds yet."""
         request = self.running.requests[serial]
         if request.slot is None:
             return request.tokens_at_start
@@ -267,11 +267,11 @@ class Scheduler:
         return self.lookup.keys_of(submission, tokens)
 
     def moves(self) -> dict[tuple[Phase, Move], int]:
-        """How often each transition of the table was taken; a copy, for reports."""
+        """Number of times each transition of the table was taken; a copy, for reports."""
         return self.running.moves()
 
     def promised(self) -> int:
-        """For the laws: blocks that no unprotected growth may touch."""
+        """For the laws: blocks promised to protected rows."""
         return self._pass.promised()
 
     @property

@@ -1,6 +1,6 @@
-"""Settles the result of a step: fences stale rows, appends tokens, finds stops, publishes full blocks, frees what ended.
+"""Settles the result of a step: drops stale rows, appends tokens, finds stops, publishes full blocks, frees ended rows.
 
-A row whose request has ended or was started anew since the plan is stale and dropped. A row on which scheduler and executor
+A row whose request has ended or was restarted since the plan is stale and dropped. A row on which scheduler and executor
 disagree is broken: its request ends with an error, and nothing of the row is counted, delivered or cached.
 """
 
@@ -49,7 +49,7 @@ class StepSettling:
         self.draft_tokens = 0
         self.accepted_draft_tokens = 0
         self.rescheduled = 0
-        """Requests that had to yield and were sent elsewhere."""
+        """Requests that were preempted and continue elsewhere."""
 
     def settle(self, result: StepResult) -> Settled:
         """Take in the result of the oldest step in flight."""
@@ -69,7 +69,7 @@ class StepSettling:
         return Settled(*delivery, started=tuple(started), ended=tuple(ended))
 
     def _fence(self, step: InFlightStep) -> Int64s:
-        """Rows (stops aside) whose request is still the one that was planned, and still open."""
+        """Rows (without stops) whose request is still the planned one, and still open."""
         planned, rows = step.rows, step.rows.slots
         serial, epoch, phase = self._slots.serial[rows], self._slots.epoch[rows], self._slots.phase[rows]
         if same(serial, planned.serials) and same(epoch, planned.epochs) and FINISHED not in phase.tobytes():
@@ -80,20 +80,20 @@ class StepSettling:
         return live
 
     def _split_broken(self, step: InFlightStep, result: StepResult, live: Int64s) -> tuple[Int64s, Int64s]:
-        """Sound rows, and those whose outcome their plan does not allow or whose token count differs between the sides."""
+        """Sound rows, and rows whose outcome the plan does not allow or whose token count differs between the sides."""
         slots, at = self._slots, step.rows.slots[live]
         counts, allowed = result.counts[live], step.rows.allowances[live]
         outcomes, expected = result.outcomes[live], step.rows.outcomes[live]
         known, agreed = result.known[live], slots.known[at] + counts
         slots.pending[at] -= allowed
         if same(outcomes, expected) and same(counts, allowed) and same(known, agreed):
-            return live, live[:0]  # every row yielded all it may, as in almost every step
+            return live, live[:0]  # every row yielded as many tokens as it may, as in almost every step
         broken = (outcomes != expected) | (counts > allowed) | (counts < (allowed > 0)) | (known != agreed)
         self.broken_rows += int(np.count_nonzero(broken))
         return live[~broken], live[broken]
 
     def _note_chunks(self, step: InFlightStep, live: Int64s) -> None:
-        """The KV of these positions exists now."""
+        """The KV of these positions is computed now."""
         if not step.chunks:
             return
         first, last = step.stops, step.stops + len(step.chunks)
@@ -128,7 +128,7 @@ class StepSettling:
         return delivery
 
     def _append_all(self, result: StepResult, rows: Int64s, at: Int64s) -> tuple[Int32s, Bools]:
-        """Append each row's tokens up to its first stop; answers how many were taken, and which rows drew a stop."""
+        """Append each row's tokens up to its first stop. Returns how many were taken, and which rows drew a stop."""
         firsts, counts = _firsts_of(result, rows), result.counts[rows]
         accepted = np.minimum(counts, 1)
         stopped = self._append(at, result.tokens[firsts])
@@ -141,15 +141,15 @@ class StepSettling:
         return accepted, stopped
 
     def _append(self, at: Int64s, tokens: Tokens) -> Bools:
-        """One token for each row. Answers which rows it stops."""
+        """Append one token to each row. Returns which rows it stops."""
         slots = self._slots
         slots.append(at, tokens)
         stopped = slots.draws_stop(at, tokens)
-        # A row that is discarded takes all its tokens all the same: its count must go on agreeing with the executor's.
+        # A discarded row takes all its tokens too: its count must go on agreeing with the executor's.
         return stopped & ~slots.discarded[at] if np.count_nonzero(stopped) else stopped
 
     def _note_prefilled(self, request: Request, started: list[StartedRequest]) -> None:
-        """The first token since its start has come."""
+        """It has got its first token since its start."""
         if request.is_fresh:
             started.append(StartedRequest(request.serial, request.cached_of_prompt))
         self._billing.prefilled(request, self._running.now_us)
@@ -163,13 +163,13 @@ class StepSettling:
         for slot, by_stop in zip(at[over].tolist(), stopped[over].tolist(), strict=True):
             request = self._running.occupant(slot)
             if request.phase is Phase.HANDING_OVER:
-                continue  # its first token is for the peer that will decode it, whatever it is
-            if request.phase is not Phase.PREEMPTING:  # else its Stop is on the way already
+                continue  # its first token is for the peer that decodes it, even a stop token
+            if request.phase is not Phase.PREEMPTING:  # else its Stop is already ordered
                 self._running.stopping.append(slot)
             ended.append(self._ending.end(request, FinishReason.STOP if by_stop else FinishReason.LENGTH, Move.FINISH))
 
     def _acknowledge(self, step: InFlightStep, result: StepResult, row: int, ended: list[EndedRequest]) -> None:
-        """The executor let go of a slot: its blocks come back, and its request ends or waits again."""
+        """The executor has released a slot: its blocks are freed, and its request ends or waits again."""
         slot = int(step.rows.slots[row])
         request = self._running.occupant(slot)
         if request.phase is Phase.PREEMPTING:
@@ -184,7 +184,7 @@ class StepSettling:
             self._departing.depart(ended.pop(), unstored, self._running.now_us)
 
     def _judge_acknowledgement(self, request: Request, agreed: bool) -> None:
-        """A request that yielded ends here if the sides disagree about it, or if it is to go on elsewhere."""
+        """A preempted request ends here if the sides disagree about it, or if it continues elsewhere."""
         self.broken_rows += not agreed
         if not agreed and request.ends_as is None:
             request.ends_as = FinishReason.ERROR
@@ -197,7 +197,7 @@ class StepSettling:
 def _delivery(step: InFlightStep, result: StepResult, rows: Int64s, accepted: Int32s) -> Delivery:
     taken = int(accepted.sum())
     if taken == len(result.tokens):
-        tokens = result.tokens  # nothing was cut off or dropped, as in almost every step
+        tokens = result.tokens  # no token was cut off or dropped, as in almost every step
     else:
         within = np.arange(taken) - np.repeat(_firsts(accepted), accepted)
         tokens = result.tokens[np.repeat(_firsts_of(result, rows), accepted) + within]
@@ -211,12 +211,12 @@ def _delivery(step: InFlightStep, result: StepResult, rows: Int64s, accepted: In
 
 
 def _firsts(counts: Int32s) -> Int64s:
-    """Where each row's tokens begin when rows lie end to end."""
+    """Index of each row's first token when rows lie end to end."""
     return np.cumsum(counts, dtype=np.int64) - counts
 
 
 def _firsts_of(result: StepResult, rows: Int64s) -> Int64s:
-    """Where the tokens of these rows begin; they are sound, so that each yields at least one."""
+    """Index of the first token of each of these rows; each of them yields at least one."""
     if len(rows) == len(result.counts) == len(result.tokens):
         return rows  # one token each
     return _firsts(result.counts)[rows]

@@ -1,4 +1,4 @@
-"""The running set as columns: one row a slot, one numpy array a property.
+"""The running set as columns: one row per slot, one numpy array per property.
 
 A pass over a thousand decoding requests is then a handful of array operations rather than a thousand objects. Rows belong to
 the scheduler; nothing outside it keeps a view of them.
@@ -9,7 +9,7 @@ Lengths of one row, in tokens:
     ├── KV settled ──┤                  │              │                │
     ├── delivered to the client ────────┤              │                │
     ├── delivered, or in flight at most ───────────────┤                │
-    ├── all there will ever be ─────────────────────────────────────────┤
+    ├── the most there may ever be ────────────────────────────────────┤
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ NO_REQUEST = -1
 """Serial of an empty row. Serials of requests start at 0."""
 
 PAD = -1
-"""Fills the unused columns of `stop_ids`. Token ids are never negative, so it equals none."""
+"""Fills the unused columns of `stop_ids`. Token ids are never negative, so it matches none."""
 
 PREFILLING, DECODING = int(Phase.RUNNING_PREFILL), int(Phase.RUNNING_DECODE)
 RESTORING, PREEMPTING, FINISHED = int(Phase.RESTORING), int(Phase.PREEMPTING), int(Phase.FINISHED)
-"""Phases as they stand in the column: numpy compares with a plain number six times as fast as with a member of an enum."""
+"""Phases as plain numbers: numpy compares with them six times as fast as with members of an enum."""
 
 CACHE_LINE_TOKENS = 16
 
@@ -40,20 +40,20 @@ class Slots:
         self.serial = np.full(slots, NO_REQUEST, dtype=np.int64)
         self.epoch = np.zeros(slots, dtype=np.int64)
         self.phase = np.full(slots, Phase.FINISHED, dtype=np.int8)
-        """A copy of the request's own phase, for selecting rows; written by `RunningSet.move` alone."""
+        """A copy of the request's phase, for selecting rows; written only by `RunningSet.move`."""
         self.priority = np.zeros(slots, dtype=np.int64)
         self.protected = np.zeros(slots, dtype=np.bool_)
-        """No longer a victim: it yielded too often, and its whole remaining need is reserved."""
+        """Never a victim again: it was preempted too often, and its whole remaining need is promised."""
         self.discarded = np.zeros(slots, dtype=np.bool_)
-        """What it still yields is counted but not delivered."""
+        """Its further tokens are counted but not delivered."""
         self.started = np.zeros(slots, dtype=np.bool_)
-        """A plan has carried its Start: the executor knows the row, and it comes back by a Stop only."""
+        """A plan had its Start: the executor knows the row, and only a Stop frees it."""
         self.restoring = np.zeros(slots, dtype=np.bool_)
         """A copy from host memory writes to its blocks."""
         self.prompt = np.zeros(slots, dtype=np.int64)
         self.known = np.zeros(slots, dtype=np.int64)
         self.planned = np.zeros(slots, dtype=np.int64)
-        """Prefill only: positions that are computed once everything in flight has settled."""
+        """Prefill only: positions that are computed once all steps in flight have settled."""
         self.pending = np.zeros(slots, dtype=np.int64)
         """The most tokens that steps in flight may still yield."""
         self.computed = np.zeros(slots, dtype=np.int64)
@@ -62,10 +62,10 @@ class Slots:
         """A stop token counts only once `known` has reached this (`min_tokens`)."""
         self.stop_ids = np.full((slots, 1), PAD, dtype=np.int32)
         self.published = np.zeros(slots, dtype=np.int64)
-        """Leading blocks that were offered to the prefix index."""
+        """Leading blocks that were published in the prefix index."""
         self.held = np.zeros(slots, dtype=np.int64)
         self.table = np.zeros((slots, table_width), dtype=np.int32)
-        # The system gives memory to zeroed pages when they are first written, so full width costs only what is used.
+        # The system allocates zeroed pages when they are first written, so full width costs only what is used.
         # Rows a power of two apart would fall into the same cache sets; the odd cache line keeps them apart.
         self._outputs = np.zeros((slots, outputs_max + CACHE_LINE_TOKENS), dtype=np.int32)
         self._empty = list(range(slots - 1, -1, -1))
@@ -79,7 +79,7 @@ class Slots:
         return self.slots - len(self._empty)
 
     def claim(self, serial: int) -> int:
-        """An empty row, its columns reset."""
+        """Take an empty row and reset its columns."""
         slot = self._empty.pop()
         for column in (self.prompt, self.known, self.planned, self.pending, self.computed, self.published, self.held):
             column[slot] = 0
@@ -102,33 +102,33 @@ class Slots:
         self.stop_ids[slot, : len(ids)] = ids
 
     def append(self, rows: Int64s, tokens: Tokens) -> None:
-        """One more output for each of these distinct rows."""
+        """Append one output to each of these distinct rows."""
         known = self.known[rows]
         self._outputs[rows, known - self.prompt[rows]] = tokens
         self.known[rows] = known + 1
 
     def draws_stop(self, rows: Int64s, tokens: Tokens) -> npt.NDArray[np.bool_]:
-        """Which of the tokens just appended to these rows end their request."""
+        """Mask of the tokens just appended to these rows that end their request."""
         hits = self.stop_ids[rows] == tokens[:, None]
         if not np.count_nonzero(hits):
             return np.zeros(len(rows), dtype=np.bool_)
         return np.asarray(hits.any(axis=1) & (self.known[rows] > self.stops_from[rows]))
 
     def restore(self, slot: int, outputs: Tokens) -> None:
-        """Give an empty row what its request was given before it was preempted."""
+        """Give an empty row the outputs that its request had before it was preempted."""
         self._outputs[slot, : len(outputs)] = outputs
         self.known[slot] = self.prompt[slot] + len(outputs)
 
     def outputs(self, slot: int) -> Tokens:
-        """A copy of what the slot's request has been given so far."""
+        """A copy of the outputs of the slot's request so far."""
         return self._outputs[slot, : int(self.known[slot] - self.prompt[slot])].copy()
 
     def output_bytes(self, slot: int, begin: int, end: int) -> bytes:
-        """Outputs [begin, end) as the prefix hash takes them."""
+        """Outputs [begin, end) as bytes, for the prefix hash."""
         return self._outputs[slot, begin:end].tobytes()
 
     def output_blocks(self, rows: Int64s, begins: Int64s, width: int) -> bytes:
-        """Outputs [begin, begin + width) of each row, end to end, as the prefix hash takes them."""
+        """Outputs [begin, begin + width) of each row, end to end, as bytes, for the prefix hash."""
         gathered: Tokens = self._outputs[rows[:, None], begins[:, None] + np.arange(width)]
         return gathered.tobytes()
 
@@ -142,14 +142,14 @@ class Slots:
         self.held[slot] = held + len(blocks)
 
     def running(self) -> Int64s:
-        """Rows that will still grow, those whose KV comes from elsewhere included."""
+        """Rows that will still grow, including those whose KV comes from elsewhere."""
         phase = self.phase
         rows: Int64s = ((phase >= PREFILLING) & (phase <= RESTORING)).nonzero()[0]
         return rows
 
     @property
     def loading(self) -> int:
-        """How many rows wait for KV from host memory, or for the fence that ends the waiting."""
+        """Number of rows that wait for KV from host memory, or for the fence that ends the wait."""
         return int(np.count_nonzero(self.restoring))
 
     def decoding(self) -> Int64s:

@@ -1,4 +1,4 @@
-"""A plan in the making: parts of the scheduler put stops, starts, grows and chunks into it until the budget is used up."""
+"""A plan under construction: parts of the scheduler add stops, starts, grows and chunks until the budget is used up."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from baton.core.engine.step_rows import StepRows, read_only
 
 
 class StepBuilder:
-    """Lives for one pass."""
+    """Used for one pass."""
 
     def __init__(self, step: int, budget: int, decodes: StepRows) -> None:
         self.step = step
         self.budget = budget
-        """Tokens that may still be put into the step."""
+        """Tokens that may still be added to the step."""
         self.decodes = decodes
         self.preempted = False
         self.chunk_prefill_unsatisfied = False
@@ -26,7 +26,7 @@ class StepBuilder:
 
     @property
     def may_admit(self) -> bool:
-        """Not while a request had to yield, or a started prefill is short of blocks."""
+        """False after a preemption, or when a started prefill lacks blocks."""
         return not (self.preempted or self.chunk_prefill_unsatisfied)
 
     def grow(self, slots: Int32s, at: Int32s, blocks: Int32s) -> None:

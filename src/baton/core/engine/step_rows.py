@@ -19,21 +19,21 @@ TOKENS, CHUNK_UNFINISHED = np.int8(RowOutcome.TOKENS), np.int8(RowOutcome.NOTHIN
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """The rows of one step, with what is true of each of them until the step settles. Nothing in it is ever written.
+    """The rows of one step, and the properties of each that hold until the step settles. Read-only.
 
-    So all steps in which the same requests decode share one.
+    All steps in which the same requests decode share one.
     """
 
     slots: Int64s
-    """As numpy indexes fastest: a pass indexes with these a dozen times."""
+    """int64, which numpy indexes fastest with: a pass does so a dozen times."""
     slots_named: Int32s
-    """The same, as plans and results name them."""
+    """The same as int32, for plans and results."""
     epochs: Int64s
     serials: Int64s
     allowances: Int32s
     """The most tokens that each row may yield."""
     outcomes: Int8s
-    """What each row answers if it is sound; stops aside."""
+    """The outcome expected of each row, without stops."""
 
     @classmethod
     def of(cls, slots: Slots, rows: Int64s, allowances: Int32s) -> StepRows:
@@ -53,7 +53,7 @@ class StepRows:
 
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """A launched plan, remembered until its result settles. Its rows are stops, then chunks, then decodes."""
+    """A launched plan, kept until its result settles. Its rows are stops, then chunks, then decodes."""
 
     step: int
     rows: StepRows
@@ -82,7 +82,7 @@ class StepsInFlight:
         return InFlightStep(plan.step, StepRows.of(self._slots, rows, allowances), len(plan.stops), plan.chunks)
 
     def land(self, result: StepResult) -> InFlightStep:
-        """The oldest step, whose result this must be."""
+        """The oldest step; raises unless this is its result."""
         if not self._steps or self._steps[0].step != result.step:
             due = self._steps[0].step if self._steps else "none"
             raise InvariantViolated(f"result of step {result.step} arrived while step {due} was due")
@@ -93,7 +93,7 @@ class StepsInFlight:
 
 
 def same(one: Column, other: Column) -> bool:
-    """Equal element for element. As bytes, because numpy takes ten times as long for arrays of a few rows."""
+    """Whether two columns are equal. Compared as bytes, because numpy takes ten times as long for a few rows."""
     return len(one) == len(other) and (one.tobytes() == other.tobytes() or np.array_equal(one, other))
 
 

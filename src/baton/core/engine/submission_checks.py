@@ -1,4 +1,4 @@
-"""Why a submission could never run, however long it waited. Checked before any request of its group is accepted."""
+"""Checks of a submission that could never run, made before any request of its group is accepted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from baton.core.errors import Refusal, RefusalCode
 
 
 def refuse_group(group: Sequence[Submission], config: WorkerConfig) -> Refusal | None:
-    """The first reason against a group that is accepted or refused as a whole; None where there is none."""
+    """The first reason to refuse a group as a whole; None if there is none."""
     seen: list[RequestId] = []
     for submission in group:
         refusal = _refuse(submission, config) or _refuse_name(submission, seen)
@@ -52,7 +52,7 @@ def _refuse(submission: Submission, config: WorkerConfig) -> Refusal | None:
 
 
 def _refuse_continuation(submission: Submission) -> Refusal | None:
-    """Why nothing can follow what was generated elsewhere."""
+    """Why no token can follow the outputs generated elsewhere."""
     generated, asked, sampling = submission.generated, submission.max_tokens, submission.sampling
     if asked is not None and len(generated) >= asked:
         text = f"{len(generated)} tokens were generated elsewhere, and max_tokens is {asked}"

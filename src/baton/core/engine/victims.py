@@ -1,8 +1,8 @@
-"""Chooses whom to preempt: pure functions of the table and of measured rates. None: no request may be asked to yield.
+"""Chooses the request to preempt: pure functions of the table and of measured rates. None: no request may be preempted.
 
-Only decoding requests are candidates (restarting half a prefill wastes it), and none that has yielded `max_preemptions`
-times. Nobody yields for the benefit of a less important request: a candidate's priority number is at least the asker's.
-The asker itself may be the answer.
+Only decoding requests are candidates (restarting half a prefill wastes it), and none that was preempted `max_preemptions`
+times. No request is preempted for a less important one: a candidate's priority number is at least the asker's. The asker
+itself may be chosen.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from baton.core.engine.plan import Int64s
 from baton.core.engine.slots import Slots
 
 Cost = Callable[[Int64s], Int64s]
-"""For each row, the time that bringing it back would take if it yielded now."""
+"""For each row, the time to bring it back if it were preempted now."""
 
 
 @dataclass(slots=True)
 class RecoveryRates:
-    """What bringing a request back costs, as measured; those who measure write it, those who choose read it."""
+    """Measured cost of bringing a request back. Written by the parts that measure, read by those that choose."""
 
     prefill_us_per_token: float = 100.0
     copy_us_per_block: float = 100.0
@@ -30,7 +30,7 @@ class RecoveryRates:
     fetch_us_per_block: float = 500.0
     """From the store to host memory."""
     look_us: float = 500.0
-    """To learn what the store has."""
+    """Time of one look-up in the store."""
 
 
 def candidates(slots: Slots, asker: int) -> Int64s:
@@ -40,7 +40,7 @@ def candidates(slots: Slots, asker: int) -> Int64s:
 
 
 def choose_victim(policy: VictimPolicy, slots: Slots, asker: int, bring_back_us: Cost) -> int | None:
-    """Among equals of the policy the least important, then the newest arrival, yields."""
+    """Among equals of the policy, choose the least important request, then the newest."""
     rows = candidates(slots, asker)
     if not len(rows):
         return None
@@ -54,12 +54,12 @@ def choose_victim(policy: VictimPolicy, slots: Slots, asker: int, bring_back_us:
 
 
 def computing_us(tokens: Int64s, rates: RecoveryRates) -> Int64s:
-    """Time to compute again what would be lost."""
+    """Time to compute the lost tokens again."""
     return np.asarray((tokens * rates.prefill_us_per_token).astype(np.int64))
 
 
 def copying_us(tokens: Int64s, block_size: int, rates: RecoveryRates) -> Int64s:
-    """Time to bring back what would be lost where host memory keeps whole blocks of it."""
+    """Time to bring back the lost tokens if host memory keeps whole blocks of them."""
     blocks = tokens // block_size
     copying = (blocks * rates.copy_us_per_block).astype(np.int64)
     return np.asarray(copying + computing_us(tokens - blocks * block_size, rates))

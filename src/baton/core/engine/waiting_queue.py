@@ -1,6 +1,6 @@
-"""Requests that wait for a slot, the most important and then the oldest first.
+"""Requests that wait for a slot, ordered by priority and then by age.
 
-A preempted request keeps its serial, which is lower than that of everyone who still waits, so it goes back to the head of
+A preempted request keeps its serial, which is lower than those of the waiting requests, so it returns to the head of
 its priority. Sibling choices wait behind their leader, outside the queue, until its prompt is computed or it ends.
 """
 
@@ -48,14 +48,14 @@ class WaitingQueue:
         self._held_back += 1
 
     def release_followers(self, leader: Request) -> None:
-        """Let sibling choices into the queue."""
+        """Push sibling choices into the queue."""
         self._held_back -= len(leader.followers)
         for follower in leader.followers:
             self.push(follower)
         leader.followers.clear()
 
     def withdraw(self, request: Request) -> None:
-        """It waits no more, in the queue or behind its leader."""
+        """Remove it from the queue, or from behind its leader."""
         leader = request.leader
         if leader is not None and request in leader.followers:
             leader.followers.remove(request)
@@ -65,7 +65,7 @@ class WaitingQueue:
 
 
 class NoQueue(WaitingQueue):
-    """Where nothing waits: a request has a slot or is refused."""
+    """For a scheduler without a queue: a request gets a slot or is refused."""
 
     def push(self, request: Request) -> None:
         raise InvariantViolated(f"request {request.serial} would have to wait where nothing waits")

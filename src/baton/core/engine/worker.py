@@ -1,10 +1,10 @@
-"""One engine's decisions behind one door: facts go in, orders come out.
+"""One engine's decisions as one object: events go in, effects come out.
 
     effects  = worker.handle(event, now_us)
     deadline = worker.next_deadline()          # when a Tick is due; None when there is nothing to wait for
 
-The worker has no clock, thread or socket. The real node and a simulator drive this same object. Planning happens on Tick
-rather than on arrival, so that a driver can hand in everything that has arrived before a step is planned from it.
+The worker has no clock, thread or socket. The real engine process and the simulator drive this same object. Planning happens
+on Tick rather than on arrival, so that a driver can hand in everything that has arrived before a step is planned.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from baton.core.engine.change_journal import KEYS_MAX, CachedKeysChanged, Engine
 from baton.core.engine.ended import EndedRequest
 from baton.core.engine.gauges import SchedulerGauges
 from baton.core.engine.orders import Accepted, Cancel, Drain, ReportChanges, StopAt, Submit
-from baton.core.engine.plan import NO_INT32S, NO_INT64S, StepPlan, StepResult
+from baton.core.engine.plan import StepPlan, StepResult
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.records import Settled
 from baton.core.engine.request import FinishReason, RequestId, Serial, Submission
@@ -28,21 +28,18 @@ from baton.core.engine.submission_checks import refuse_group
 from baton.core.engine.victims import RecoveryRates
 from baton.core.errors import Refusal, RefusalCode
 from baton.core.handover.decode_side import DecodeSide
-from baton.core.handover.messages import (
-    PeerEffect,
-    PeerEvent,
-)
+from baton.core.handover.messages import PeerEffect, PeerEvent
 from baton.core.handover.prefill_side import PrefillSide
-from baton.core.handover.protocol import Acts
+from baton.core.handover.protocol import Acts, HandoverSide
 from baton.core.tiers.outcomes import Departed, Loaded, Outcome
 from baton.core.tiers.transfers import StorageEffect, StorageEvent, TransferDone, TransferFailed, TransferFenced
 
 IDLE_PASS_US = 1000
-"""How long after a pass that could plan nothing the next one is due, while requests are open."""
+"""Time until the next pass after one that planned nothing, while requests are open."""
 METERED_TOKENS = 32
-"""Steps with a smaller prefill say little about its cost."""
+"""Steps with fewer prefill tokens are not used to measure its cost."""
 RETRY_AFTER_S = 1
-"""What a refused client is told to wait when the queue is full: one second is about one queue position on a busy GPU."""
+"""Retry-After of a refusal because of a full queue: one second is about one queue position on a busy GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +49,12 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class FrontEndLost:
-    """The front end is gone, and with it every client: what is open ends."""
+    """The front end is gone, and all clients with it: every open request ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """`next_deadline` has come."""
+    """`next_deadline` has passed."""
 
 
 Event = Submit | Cancel | StopAt | StepDone | Drain | ReportChanges | FrontEndLost | Tick | PeerEvent | StorageEvent
@@ -78,14 +75,14 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """What a step brought, for the front end."""
+    """The result of a step, for the front end."""
 
     settled: Settled
 
 
 @dataclass(frozen=True, slots=True)
 class Withdrawn:
-    """A request ended while it waited."""
+    """A request ended outside a step."""
 
     ended: EndedRequest
 
@@ -93,11 +90,8 @@ class Withdrawn:
 Effect = Accepted | GroupRefused | Launch | Deliver | Withdrawn | PeerEffect | StorageEffect
 
 
-NOTHING = Settled(NO_INT64S, NO_INT32S, NO_INT32S, (), (), ())
-
-
 class PrefillMeter:
-    """Learns from finished steps what a token of prefill costs. A step counts from its launch or its predecessor's end."""
+    """Measures the cost of a prefill token from finished steps. A step counts from its launch or its predecessor's end."""
 
     def __init__(self) -> None:
         self._launched: deque[tuple[int, StepPlan]] = deque()
@@ -107,7 +101,7 @@ class PrefillMeter:
         self._launched.append((now_us, plan))
 
     def done(self, rates: RecoveryRates, drafts: int, now_us: int) -> None:
-        """`drafts`: tokens that the step has fed besides those of its plan."""
+        """`drafts`: tokens that the step has fed in addition to its plan."""
         launched_us, plan = self._launched.popleft()
         spent_us = now_us - max(launched_us, self._last_done_us)
         self._last_done_us = now_us
@@ -122,23 +116,23 @@ class Worker:
     def __init__(self, config: WorkerConfig, prefix: PrefixIndex, handover_secret: bytes = b"") -> None:
         self.config = config
         self.scheduler: Scheduler
-        self.giver: PrefillSide | None = None
-        self.taker: DecodeSide | None = None
+        self.prefill_side: PrefillSide | None = None
+        self.decode_side: DecodeSide | None = None
         if config.role.gives:
             self.scheduler, held = prefill_scheduler(config, prefix)
-            self.giver = PrefillSide(config, self.scheduler, held)
+            self.prefill_side = PrefillSide(config, self.scheduler, held)
         elif config.role.takes:
             self.scheduler, arriving = decode_scheduler(config, prefix)
-            self.taker = DecodeSide(config, self.scheduler, arriving, handover_secret)
+            self.decode_side = DecodeSide(config, self.scheduler, arriving, handover_secret)
         else:
             self.scheduler = mixed_scheduler(config, prefix)
-        self._peers = self.giver or self.taker
+        self._side = self.prefill_side or self.decode_side or HandoverSide()
         self._tiers = self.scheduler.tiers
         self._draining = False
         self._meter = PrefillMeter()
         self._now_us = 0
         self._planned_out = False
-        """The last pass found nothing to do, and nothing has happened since."""
+        """The last pass planned nothing, and no event has come since."""
 
     def handle(self, event: Event, now_us: int) -> list[Effect]:
         self._now_us = now_us
@@ -163,19 +157,17 @@ class Worker:
             case FrontEndLost():
                 effects = self._stop_all()
             case TransferDone() | TransferFailed() | TransferFenced():
-                effects = self._hauled(event)
+                effects = self._transferred(event)
             case _:
-                effects = self._hear(event)
+                effects = _effects(self._side.handle(event, now_us))
         self._planned_out = idle_pass
         effects += self._outcomes(self._tiers.take_outcomes())
         effects += self._tiers.take_orders()
         return effects
 
     def next_deadline(self) -> int | None:
-        """A pass is due at once whenever it could plan something, and soon in any case while anything is open."""
-        due = [self._tiers.next_deadline()]
-        if self._peers is not None:
-            due.append(self._peers.next_deadline())
+        """A pass is due at once if it could plan something, and after IDLE_PASS_US in any case while a request is open."""
+        due = [self._tiers.next_deadline(), self._side.next_deadline()]
         if self.scheduler.has_work and not self.scheduler.asleep:
             could_plan = self.scheduler.in_flight < self.config.depth and not self._planned_out
             due.append(self._now_us if could_plan else self._now_us + IDLE_PASS_US)
@@ -183,51 +175,39 @@ class Worker:
 
     def gauges(self) -> SchedulerGauges:
         gauges = self.scheduler.gauges()
-        if self._peers is None:
-            return gauges
-        handovers = replace(self._peers.gauges(), preempted=gauges.handovers.preempted)
-        waiting = gauges.waiting if self.giver is None else gauges.waiting + self.giver.queued
-        return replace(gauges, waiting=waiting, handovers=handovers)
+        handovers = replace(self._side.gauges(), preempted=gauges.handovers.preempted)
+        return replace(gauges, waiting=gauges.waiting + self._side.queued, handovers=handovers)
 
     def changes(self, now_us: int) -> EngineChanges:
-        """What happened since the last call, as far as `ReportChanges` asked to keep it. Not more than fits a message."""
+        """Changes since the last call, if `ReportChanges` asked to keep them; at most KEYS_MAX keys."""
         journal, notes = self.scheduler.pool.prefix.journal, self.scheduler.notes
         names = CachedKeysChanged() if journal is None else journal.take(KEYS_MAX)
         return EngineChanges(names, () if notes is None else notes.take(now_us))
 
     @property
     def is_idle(self) -> bool:
-        if self.scheduler.has_work or self._tiers.busy:
-            return False
-        return not (self._peers is not None and self._peers.open())
+        return not (self.scheduler.has_work or self._tiers.busy or self._side.open())
 
     def _pass(self) -> tuple[list[Effect], bool]:
         self._tiers.expire(self._now_us)
-        effects = [] if self._peers is None else _effects(self._peers.expire(self._now_us))
+        effects = _effects(self._side.expire(self._now_us))
         if self.scheduler.in_flight >= self.config.depth:
             return effects, False
         plan = self.scheduler.plan(self._now_us)
-        if self.taker is not None:
-            effects += _effects(self.taker.planned(self._now_us))
+        effects += _effects(self._side.planned(plan, self._now_us))
         if plan is None:
             return effects, True
-        if self.giver is not None:
-            effects += _effects(self.giver.planned(plan))
         self._meter.launched(plan, self._now_us)
         return [*effects, Launch(plan)], False
 
     def _settle(self, result: StepResult) -> list[Effect]:
         self._meter.done(self.scheduler.rates, result.drafts, self._now_us)
         settled = self.scheduler.settle(result, self._now_us)
-        if self.giver is None:
-            return [Deliver(settled)]
-        # The front end of an instance that prefills for others has nobody who waits for tokens; it learns the gauges.
-        return [*_effects(self.giver.settled(settled, self._now_us)), Deliver(NOTHING)]
+        return _effects(self._side.settled(settled, self._now_us))
 
-    def _hauled(self, event: StorageEvent) -> list[Effect]:
+    def _transferred(self, event: StorageEvent) -> list[Effect]:
         self._tiers.handle(event, self._now_us)
-        # What was brought from the store may be what an offer waited for.
-        return [] if self.giver is None else _effects(self.giver.advance(self._now_us))
+        return _effects(self._side.advance(self._now_us))
 
     def _outcomes(self, outcomes: list[Outcome]) -> list[Effect]:
         effects: list[Effect] = []
@@ -238,27 +218,23 @@ class Worker:
                 case Departed(serial):
                     ended = self.scheduler.departed(serial)
             if ended is not None:
-                effects += [Withdrawn(ended)] if self.giver is None else _effects(self.giver.left(ended))
+                effects += _effects(self._side.left(ended))
         return effects
-
-    def _hear(self, event: PeerEvent) -> list[Effect]:
-        return [] if self._peers is None else _effects(self._peers.handle(event, self._now_us))
 
     def _drain(self) -> None:
         self._draining = True
-        if self.giver is not None:
-            self.giver.draining = True
+        self._side.draining = True
 
     def _keep_changes(self) -> None:
         self.scheduler.pool.prefix.keep_journal()
-        if self.giver is None:  # what it prefills has its serial at the peer that asked
+        if self.prefill_side is None:  # a prefill for a peer is known by the peer's serial, not by ours
             self.scheduler.keep_notes()
 
     def _stop(self, serial: Serial, reason: FinishReason, keep: int | None) -> list[Effect]:
         if not self.config.role.serves:
-            return []  # no client has anything here: what is open is its peers'
-        if self.taker is not None and self.taker.knows(serial):
-            return _effects(self.taker.cancel(serial, reason, self._now_us))
+            return []  # all open requests are its peers'
+        if self.decode_side is not None and self.decode_side.knows(serial):
+            return _effects(self.decode_side.cancel(serial, reason, self._now_us))
         ended = self.scheduler.order_stop(serial, reason, self._now_us, keep)
         return [Withdrawn(ended)] if ended else []
 
@@ -282,7 +258,7 @@ class Worker:
         return Accepted(event.ticket, tuple(serials.values()))
 
     def _limit(self, submission: Submission) -> int:
-        """How long the sequence may become; an absent `max_tokens` is cut to what fits."""
+        """The longest that the sequence may become; a `max_tokens` beyond that is cut."""
         longest = self.config.sequence_tokens_max
         return longest if submission.max_tokens is None else min(longest, len(submission.prompt) + submission.max_tokens)
 
@@ -298,7 +274,7 @@ class Worker:
 
 
 def _effects(acts: Acts) -> list[Effect]:
-    """Orders of a hand-over as they are; what it brought or ended as the front end hears of any other."""
+    """Orders of a hand-over unchanged; results and ends as the front end gets those of any other request."""
     effects: list[Effect] = []
     for act in acts:
         match act:

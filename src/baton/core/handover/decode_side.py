@@ -1,4 +1,4 @@
-"""The taker's side of a hand-over (D): asks peers to prefill, grants them room, adopts what arrives. See `handover`."""
+"""The decode side of a hand-over (D): asks peers to prefill, grants them room, adopts what arrives. See `protocol`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from enum import Enum
 from baton.core.config import HandoverConfig, OnPreempt, WorkerConfig
 from baton.core.engine.arriving_rows import ArrivingRows, Lease
 from baton.core.engine.gauges import HandoverGauges
+from baton.core.engine.plan import StepPlan
 from baton.core.engine.records import Request
 from baton.core.engine.request import FinishReason, Serial, Submission
 from baton.core.engine.scheduler import Scheduler
@@ -42,11 +43,11 @@ from baton.core.handover.messages import (
     Verify,
 )
 from baton.core.handover.prefill_peers import PrefillPeers
-from baton.core.handover.protocol import DIGEST_BYTES, Acts, gauges_of, prompt_digest
+from baton.core.handover.protocol import DIGEST_BYTES, Acts, HandoverSide, gauges_of, prompt_digest
 from baton.core.state_machine import StateMachine
 
 ATTEMPTS_MAX = 3
-"""After so many asks that nobody took up, or offers for which there was no room, a taker prefills a request itself."""
+"""After this many asks that were declined, or offers without room, the decode side prefills a request itself."""
 
 
 class DecodeHandoverState(Enum):
@@ -54,7 +55,7 @@ class DecodeHandoverState(Enum):
     GRANTED = "granted"
     ARRIVING = "arriving"
     CHECKING = "checking"
-    """Committed; the driver compares what arrived with the checks."""
+    """Committed; the driver compares the received bytes with the checks."""
     FENCING = "fencing"
     OVER = "over"
 
@@ -85,18 +86,18 @@ DECODE_TRANSITIONS: dict[tuple[DecodeHandoverState, DecodeHandoverMove], DecodeH
 }
 
 
-LATE = {
+TIMEOUT_FAULTS = {
     DecodeHandoverState.ASKED: (PdCode.TIMEOUT, PdStage.OFFER),
     DecodeHandoverState.GRANTED: (PdCode.TIMEOUT, PdStage.PREFILL),
     DecodeHandoverState.ARRIVING: (PdCode.TIMEOUT, PdStage.PREFILL),
     DecodeHandoverState.CHECKING: (PdCode.NOT_DELIVERED, PdStage.TRANSFER),
 }
-"""What it means that time ran out: the prefill never came, or it did and its bytes are missing."""
+"""The fault of an attempt whose time ran out, by its state: the prefill never came, or its bytes are missing."""
 
 
 @dataclass(slots=True)
 class DecodeHandover:
-    """One attempt, as the taker knows it."""
+    """One attempt, as the decode side knows it."""
 
     handover: Handover
     submission: Submission
@@ -111,7 +112,7 @@ class DecodeHandover:
         return Serial(self.handover.request)
 
 
-class DecodeSide:
+class DecodeSide(HandoverSide):
     def __init__(self, config: WorkerConfig, scheduler: Scheduler, rows: ArrivingRows, secret: bytes) -> None:
         self._config = config.handover
         self._resumes = config.on_preempt is OnPreempt.RESUME
@@ -126,7 +127,7 @@ class DecodeSide:
         self._made = 0
         self._now_us = 0
 
-    # ── what others may know ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── views ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def open(self) -> tuple[DecodeHandover, ...]:
         """For the laws."""
@@ -151,7 +152,7 @@ class DecodeSide:
         whole_us = entry.asked_us + self._config.deadline_us
         return whole_us if entry.state is DecodeHandoverState.ASKED else min(whole_us, entry.lease_until_us)
 
-    # ── what happens ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def handle(self, event: PeerEvent, now_us: int) -> Acts:
         self._now_us = now_us
@@ -161,7 +162,7 @@ class DecodeSide:
             case PeerLost(peer, reason):
                 return self._peer_lost(peer, reason)
             case Heard(peer, message):
-                return self._heard(peer, message)
+                return self._on_message(peer, message)
             case Arriving(handover):
                 return self._arriving(self._entry(handover))
             case Verified(handover):
@@ -172,10 +173,11 @@ class DecodeSide:
             case Fenced(handover):
                 return self._fenced(self._entry(handover))
             case _:
-                return []  # what a giver's driver would say
+                return []  # events of a prefill side's driver
 
-    def planned(self, now_us: int) -> Acts:
-        """After a pass: ask peers for what it let in to be prefilled elsewhere."""
+    def planned(self, plan: StepPlan | None, now_us: int) -> Acts:
+        """Ask peers to prefill the requests that the pass admitted for them."""
+        del plan
         self._now_us = now_us
         return [self._ask(request) for request in self._rows.asked()]
 
@@ -188,11 +190,11 @@ class DecodeSide:
         ]
         acts: Acts = []
         for entry in late:
-            acts += self._fail(entry, *LATE[entry.state], _lateness(entry, self._config, now_us))
+            acts += self._fail(entry, *TIMEOUT_FAULTS[entry.state], _timeout_reason(entry, self._config, now_us))
         return acts
 
     def cancel(self, serial: Serial, reason: FinishReason, now_us: int) -> Acts:
-        """The client is gone, or the instance gives up the request: it reaches both sides."""
+        """The client is gone, or the instance gives the request up: end it on both sides."""
         self._now_us = now_us
         entry = self._open[serial]
         if entry.state is DecodeHandoverState.FENCING:
@@ -218,7 +220,7 @@ class DecodeSide:
                 acts += self._fail(entry, PdCode.NOT_DELIVERED, PdStage.TRANSFER, f"the peer is gone: {reason}", tell=False)
         return acts
 
-    def _heard(self, peer: PeerId, message: object) -> Acts:
+    def _on_message(self, peer: PeerId, message: object) -> Acts:
         match message:
             case Offer():
                 return self._offered(peer, message)
@@ -244,7 +246,7 @@ class DecodeSide:
     # ── one attempt ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _entry(self, handover: Handover) -> DecodeHandover | None:
-        """None for an attempt that is over, or that never was."""
+        """None for an attempt that has ended or never existed."""
         entry = self._open.get(Serial(handover.request))
         return entry if entry is not None and entry.handover == handover else None
 
@@ -272,25 +274,25 @@ class DecodeSide:
         return [Expect(handover, token, lease.first, lease.blocks), Tell(handover.peer, entry.grant)]
 
     def _refuse(self, entry: DecodeHandover) -> Acts:
-        """No room now. The peer is told at once; the request asks again when there is room, or ends its attempt."""
+        """No room now: refuse at once. The request is asked for again when there is room, or ends its attempt."""
         handover, reason = entry.handover, "no slot or too few free blocks beside the reserve"
         self._move(entry, DecodeHandoverMove.REFUSE)
         fault = self._note_fault(PdCode.REFUSED, PdStage.OFFER, reason)
         refuse = Refuse(handover.request, handover.attempt, reason, self._config.retry_after_us)
         acts: Acts = [Tell(handover.peer, refuse), AttemptFailed(handover, fault)]
         if self._resumes:
-            often = handover.attempt >= ATTEMPTS_MAX
-            self._rows.take_back(entry.serial, prefills_here=often, now_us=self._now_us)
+            gives_up = handover.attempt >= ATTEMPTS_MAX
+            self._rows.take_back(entry.serial, prefills_here=gives_up, now_us=self._now_us)
             return acts
         return acts + self._end_asked(entry, FinishReason.RESCHEDULE, fault)
 
     def _not_taken(self, entry: DecodeHandover, code: PdCode, reason: str) -> Acts:
-        """The giver did not even begin (it drains, its queue is full, it is gone). Another is asked, or it is done here."""
+        """The peer did not begin (it drains, its queue is full, it is gone): ask another one, or prefill here."""
         handover = entry.handover
         self._peers.declined(handover.peer, self._now_us)
         self._move(entry, DecodeHandoverMove.DROP)
-        alone = self._peers.all_decline(self._now_us)
-        prefills_here = alone or handover.attempt >= ATTEMPTS_MAX
+        none_accepts = self._peers.all_decline(self._now_us)
+        prefills_here = none_accepts or handover.attempt >= ATTEMPTS_MAX
         self._rows.take_back(entry.serial, prefills_here=prefills_here, now_us=self._now_us)
         return [AttemptFailed(handover, self._note_fault(code, PdStage.OFFER, reason))]
 
@@ -313,8 +315,8 @@ class DecodeSide:
 
     def _committed(self, entry: DecodeHandover | None, commit: Commit) -> Acts:
         if entry is None or entry.state not in (DecodeHandoverState.GRANTED, DecodeHandoverState.ARRIVING):
-            return []  # over, or committed already
-        wrong = _wrong(entry.submission, commit, self._fingerprint, self._config.vocabulary)
+            return []  # ended, or committed already
+        wrong = _commit_error(entry.submission, commit, self._fingerprint, self._config.vocabulary)
         if wrong is not None:
             return self._fail(entry, PdCode.NOT_DELIVERED, PdStage.TRANSFER, wrong)
         self._move(entry, DecodeHandoverMove.COMMIT)
@@ -336,7 +338,7 @@ class DecodeSide:
         ]
 
     def _fail(self, entry: DecodeHandover, code: PdCode, stage: PdStage, reason: str, *, tell: bool = True) -> Acts:
-        """The attempt is over. With `resume` the request goes on here; else it ends with the fault."""
+        """The attempt failed. With on_preempt=resume the request continues here; else it ends with the fault."""
         if entry.state is DecodeHandoverState.FENCING:
             return []
         fault = self._note_fault(code, stage, reason)
@@ -346,7 +348,7 @@ class DecodeSide:
         return acts + self._let_go(entry, None if self._resumes else FinishReason.RESCHEDULE, fault)
 
     def _let_go(self, entry: DecodeHandover, reason: FinishReason | None, fault: PdFault | None) -> Acts:
-        """Without a reason the request waits in our own queue."""
+        """Without a reason the request goes back into this instance's own queue."""
         if entry.state is not DecodeHandoverState.ASKED:
             self._move(entry, DecodeHandoverMove.GIVE_UP)
             self._rows.order_fence(entry.serial, reason, fault)
@@ -382,8 +384,8 @@ def _release(entry: DecodeHandover, reason: str) -> Tell:
     return Tell(entry.handover.peer, Release(entry.handover.request, entry.handover.attempt, reason))
 
 
-def _wrong(submission: Submission, commit: Commit, fingerprint: bytes, vocabulary: int) -> str | None:
-    """Why what was committed cannot be adopted."""
+def _commit_error(submission: Submission, commit: Commit, fingerprint: bytes, vocabulary: int) -> str | None:
+    """Why a commit cannot be adopted."""
     if commit.prompt_digest != prompt_digest(submission, fingerprint):
         return "the KV is of another prompt, tenant or model"
     if not 0 <= commit.token < vocabulary:
@@ -393,7 +395,7 @@ def _wrong(submission: Submission, commit: Commit, fingerprint: bytes, vocabular
     return None
 
 
-def _lateness(entry: DecodeHandover, config: HandoverConfig, now_us: int) -> str:
+def _timeout_reason(entry: DecodeHandover, config: HandoverConfig, now_us: int) -> str:
     if now_us >= entry.asked_us + config.deadline_us:
         return f"it was not done {config.deadline_us // 1000} ms after it was asked for"
     return f"nothing was heard of it for {config.lease_us // 1000} ms"

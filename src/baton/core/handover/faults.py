@@ -1,4 +1,4 @@
-"""How an attempt to hand a prefill over failed: a code, the stage that it failed in, and a reason."""
+"""Failure of an attempt to hand a prefill over: a code, the stage in which it failed, and a reason."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from msgspec import Struct
 
 
 class PdCode(IntEnum):
-    """How an attempt failed. All of these may be tried again."""
+    """Kind of failure. All of these may be retried."""
 
     REFUSED = 500
-    """The taker had no room."""
+    """The decode side had no room."""
     NOT_DELIVERED = 501
     """The KV did not arrive, or not as it was computed."""
     PREEMPTED = 502
-    """The taker could not hold it to its end."""
+    """The decode side could not hold it to its end."""
     TIMEOUT = 408
     """The prefill never arrived."""
 

@@ -1,19 +1,20 @@
-"""What two instances say to each other when one prefills for the other, and what a driver is told and asked to do for it.
+"""Messages between an instance that prefills and one that decodes, and the events and effects of their drivers.
 
-Values only; `handover` decides. The *taker* (D) was given a request by its client and asks a *giver* (P) to prefill it:
+Values only; `prefill_side` and `decode_side` decide. The decode side (D) has a request of a client and asks the prefill side
+(P) to prefill it:
 
     D                                   P
       Ask      ───────────────────────▶   bounded queue; takes its own blocks when the turn comes
                ◀───────────────────────   Offer: ready to compute
-      Grant    ───────────────────────▶   slot and blocks at D are leased from here on   (or Refuse: P lets go at once)
+      Grant    ───────────────────────▶   slot and blocks at D are leased from now on   (or Refuse: P drops it at once)
                ◀══════ KV, layer by layer, chunk by chunk, over a data connection opened with the grant's token ══════
                ◀───────────────────────   Renew, while it takes long
                ◀───────────────────────   Commit: first token, counts, checksums
-      Adopted  ───────────────────────▶   P lets go; the request decodes at D
+      Adopted  ───────────────────────▶   P frees its blocks; the request decodes at D
 
-    Release (D → P) and Decline (P → D) end an attempt at any time; both may come twice or too late and then mean nothing.
+    Release (D → P) and Decline (P → D) end an attempt at any time; both may come twice or too late and are then ignored.
 
-Every message carries (request, attempt): the taker's own number for the request, and how often it has asked for it.
+Every message has (request, attempt): the decode side's serial of the request, and the number of the ask.
 """
 
 from __future__ import annotations
@@ -33,25 +34,25 @@ CHECKS_BYTES_MAX = 8 << 20
 """A million blocks."""
 
 PeerId = NewType("PeerId", str)
-"""What this instance calls another one; a driver's business, unique among its peers."""
+"""This instance's name for another one, chosen by the driver; unique among its peers."""
 
 
 class Handover(NamedTuple):
-    """One attempt to hand one request over, as either side names it."""
+    """One attempt to hand one request over, as either side identifies it."""
 
     peer: PeerId
     """The other side."""
     request: int
-    """The taker's serial."""
+    """The decode side's serial."""
     attempt: int
-    """From 1."""
+    """Counted from 1."""
 
 
-# ── messages between the two ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── messages between the two sides ───────────────────────────────────────────────────────────────────────────────────────
 
 
 class Ask(WireMessage, tag="ask", frozen=True, eq=False):
-    """D → P: prefill this for me. The submission is a leader: its choice 0, or a request without siblings."""
+    """D → P: prefill this. The submission is a leader: its choice 0, or a request without siblings."""
 
     request: Long
     attempt: Positive
@@ -59,25 +60,25 @@ class Ask(WireMessage, tag="ask", frozen=True, eq=False):
 
 
 class Offer(WireMessage, tag="offer", frozen=True):
-    """P → D: I hold my blocks and would compute now; have you room?"""
+    """P → D: my blocks are held and I can compute now; grant me room."""
 
     request: Long
     attempt: Positive
     prompt_tokens: Count
-    """All that it computes: what was generated after the prompt counts."""
+    """All tokens that P computes, including outputs generated after the prompt."""
     queued_tokens: Long = 0
-    """Of all prompts that P was asked for and has not prefilled: by this a D chooses whom to ask next."""
+    """Tokens of all prompts that P was asked for and has not prefilled; D uses it to choose the next peer."""
 
 
 class Grant(WireMessage, tag="grant", frozen=True):
-    """D → P: slot and blocks are leased to you. Asked for twice, the same grant is given twice."""
+    """D → P: slot and blocks are leased to you. A repeated offer gets the same grant."""
 
     request: Long
     attempt: Positive
     cached_tokens: Count
-    """Leading positions that D has already, whole blocks; P sends only what follows."""
+    """Leading positions that D has cached, in whole blocks; P sends only what follows."""
     lease_us: Long
-    """How long D waits without hearing of it."""
+    """Time for which D waits without a message about it."""
     token: Annotated[bytes, Meta(min_length=1, max_length=TOKEN_BYTES_MAX)]
     """Opens one data connection, once."""
 
@@ -90,44 +91,44 @@ class Refuse(WireMessage, tag="refuse", frozen=True):
 
 
 class Renew(WireMessage, tag="renew", frozen=True):
-    """P → D: still at it."""
+    """P → D: the prefill is in progress."""
 
     request: Long
     attempt: Positive
 
 
 class Commit(WireMessage, tag="commit", frozen=True, eq=False):
-    """P → D: everything was sent. D verifies all of this before the request joins its batch."""
+    """P → D: all KV was sent. D verifies all of this before the request joins its batch."""
 
     request: Long
     attempt: Positive
     token: Count
-    """The first output."""
+    """The first output token."""
     logprobs: Logprobs | None
-    """Of that token, one line; `row` means nothing here."""
+    """Of that token, one line; `row` is not used here."""
     cached_tokens: Count
-    """Of the tokens it starts with, those that P did not compute, because its cache or another tier had them."""
+    """Tokens at the start that P did not compute, because its cache or another tier had them."""
     queue_us: Long
     prefill_us: Long
     prompt_digest: Annotated[bytes, Meta(max_length=DIGEST_BYTES_MAX)]
-    """Of the prompt and its outputs so far, the salt and the model's fingerprint, as `handover.prompt_digest` makes it."""
+    """Of the prompt and its outputs so far, the salt and the model's fingerprint; see `protocol.prompt_digest`."""
     checks: Annotated[bytes, Meta(max_length=CHECKS_BYTES_MAX)]
-    """One checksum a block that was sent, in order; opaque here, verified by the driver against what arrived."""
+    """One checksum per block that was sent, in order; opaque here, verified by the driver against the received bytes."""
     queued_tokens: Long = 0
     """As in an Offer, without this one."""
     restored_tokens: Count = 0
-    """Of the cached ones, those that came from host memory or the store."""
+    """Those of the cached tokens that came from host memory or the store."""
 
 
 class Adopted(WireMessage, tag="adopted", frozen=True):
-    """D → P: it decodes here now; let go."""
+    """D → P: it decodes here now; free your blocks."""
 
     request: Long
     attempt: Positive
 
 
 class Release(WireMessage, tag="release", frozen=True):
-    """D → P: I no longer want it (client gone, lease over, KV spoilt); let go."""
+    """D → P: it is not wanted any more (client gone, lease over, KV corrupt); free your blocks."""
 
     request: Long
     attempt: Positive
@@ -135,7 +136,7 @@ class Release(WireMessage, tag="release", frozen=True):
 
 
 class Decline(WireMessage, tag="decline", frozen=True):
-    """P → D: I cannot, or cannot any more; I have let go."""
+    """P → D: I cannot prefill it, or not any more; my blocks are free."""
 
     request: Long
     attempt: Positive
@@ -148,7 +149,7 @@ ToDecodeSide = Offer | Renew | Commit | Decline
 PeerMessage = ToPrefillSide | ToDecodeSide
 
 
-# ── events: what a driver tells the worker ───────────────────────────────────────────────────────────────────────────────
+# ── events from the driver ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +161,7 @@ class PeerOpened:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """Its session is over: nothing more will be heard of what was asked in it. A new session is a new PeerOpened."""
+    """The session has ended: no message of it will come any more. A new session is a new PeerOpened."""
 
     peer: PeerId
     reason: str
@@ -174,21 +175,21 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class Arriving:
-    """D: bytes of this hand-over are coming in. Said at the first, and again now and then while they do."""
+    """D: bytes of this hand-over are arriving. Reported with the first bytes, and repeatedly while they arrive."""
 
     handover: Handover
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """D: everything that was expected is in its blocks and matches the checks. Nothing writes there any more."""
+    """D: all expected bytes are in their blocks and match the checks. Nothing writes to the blocks any more."""
 
     handover: Handover
 
 
 @dataclass(frozen=True, slots=True)
 class TransferBroken:
-    """D: it will not arrive as it should (connection lost, checks differ). Writing stops only with a Fence."""
+    """D: the transfer failed (connection lost, checks differ). Only a Fence stops further writes."""
 
     handover: Handover
     reason: str
@@ -196,7 +197,7 @@ class TransferBroken:
 
 @dataclass(frozen=True, slots=True)
 class Shipped:
-    """P: the last piece has left."""
+    """P: the last piece was sent."""
 
     handover: Handover
     checks: bytes
@@ -204,7 +205,7 @@ class Shipped:
 
 @dataclass(frozen=True, slots=True)
 class ShipFailed:
-    """P: it cannot be sent."""
+    """P: the KV cannot be sent."""
 
     handover: Handover
     reason: str
@@ -212,7 +213,7 @@ class ShipFailed:
 
 @dataclass(frozen=True, slots=True)
 class Fenced:
-    """Answer to Fence: from here on no byte of this hand-over is written or read."""
+    """Answer to Fence: no byte of this hand-over is read or written from now on."""
 
     handover: Handover
 
@@ -220,7 +221,7 @@ class Fenced:
 PeerEvent = PeerOpened | PeerLost | Heard | Arriving | Verified | TransferBroken | Shipped | ShipFailed | Fenced
 
 
-# ── effects: what the worker orders of its driver ────────────────────────────────────────────────────────────────────────
+# ── effects for the driver ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +247,7 @@ class Expect:
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """D: when everything expected is there, compare it with the checks and answer Verified or Spoilt."""
+    """D: when all expected bytes have arrived, compare them with the checks and answer Verified or TransferBroken."""
 
     handover: Handover
     checks: bytes
@@ -281,14 +282,14 @@ class Ship:
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """Stop reading and writing for this hand-over, now and for ever; answer Fenced, soon and always, also if unknown."""
+    """Stop reading and writing for this hand-over for good; answer Fenced, soon and always, even if it is unknown."""
 
     handover: Handover
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptFailed:
-    """For the log: an attempt ended badly. A refusal is a warning there, not an error."""
+    """For the log: an attempt failed. A refusal is logged as a warning, not an error."""
 
     handover: Handover
     fault: PdFault
@@ -296,7 +297,7 @@ class AttemptFailed:
 
 @dataclass(frozen=True, slots=True)
 class HandoverMade:
-    """For the log and the metrics: D adopted a request; how long it took from the ask."""
+    """For the log and the metrics: D adopted a request, `took_us` after the ask."""
 
     handover: Handover
     serial: Serial

@@ -1,4 +1,4 @@
-"""The peers that prefill for a decode side: which of them are up, how much each has to do, and which one to ask next."""
+"""The peers that prefill for a decode side: which are connected, how much each has queued, and which one to ask next."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from baton.core.engine.request import Submission
 from baton.core.handover.messages import PeerId
 
 BELIEF_HALVES_US = 1_000_000
-"""What is known of a peer's queue counts half after so long: one that was busy once is not avoided for ever."""
+"""The believed queue of a peer halves in this time, so that one that was busy once is not avoided for ever."""
 DECLINED_US = 1_000_000
-"""For so long a peer that declined (it drains, its queue is full) is asked only if there is no other."""
+"""A peer that declined is asked only if there is no other, for this long."""
 
 
 class _Believed(NamedTuple):
-    """How much prefill waits at a peer, as it last said or as it was last asked for."""
+    """Prefill tokens queued at a peer, by its last message or by what it was asked for since."""
 
     queued_tokens: int
     at_us: int
@@ -23,9 +23,9 @@ class _Believed(NamedTuple):
 class PrefillPeers:
     def __init__(self) -> None:
         self._believed: dict[PeerId, _Believed] = {}
-        """Of those that are up; the one asked longest ago first."""
+        """Connected peers; the one asked longest ago comes first."""
         self._declined_us: dict[PeerId, int] = {}
-        """When each of them last did not take what it was asked for."""
+        """Time at which each of them last declined."""
 
     def __len__(self) -> int:
         return len(self._believed)
@@ -50,7 +50,7 @@ class PrefillPeers:
         return all(self._declines(peer, now_us) for peer in self._believed)
 
     def choose(self, submission: Submission, now_us: int) -> PeerId:
-        """The peer to ask for a prefill; it has as much more to do from now on."""
+        """Choose the peer to ask for a prefill, and add it to the peer's believed queue."""
         peer = self._peer_for(submission, now_us)
         tokens = self._queued_tokens(peer, now_us) + submission.known_tokens
         # Put last: of equals the first one is asked, and all decode sides would ask the same peer for ever.
@@ -59,7 +59,7 @@ class PrefillPeers:
         return peer
 
     def _peer_for(self, submission: Submission, now_us: int) -> PeerId:
-        """The one that was named for it, if it is up and takes what it is asked for; else the one with least to do."""
+        """The one that the router chose, if it is connected and does not decline; else the one with the shortest queue."""
         named = PeerId(submission.prefill_at)
         if named in self._believed and not self._declines(named, now_us):
             return named

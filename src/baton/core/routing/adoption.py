@@ -1,8 +1,8 @@
-"""What instances have kept of requests that a router lost sight of: this router's own, or those of one that is no more.
+"""Adoption of requests that instances kept while their router was gone: this router's own, or those of an earlier one.
 
-An instance that joins tells what it holds. A choice of ours that waits goes on there, if all that was delivered is in its
-history. A request that is not known here is an orphan: it is routed like any other, until a client claims it or the grace is
-over. Several instances may hold the same choice, because it moved: the longest history wins.
+An instance that joins reports the requests it holds. A waiting choice of ours continues there if the instance's history has
+all tokens that were delivered. A request that is unknown here is an orphan: it is routed like any other, until a client
+claims it or its grace period ends. Several instances may hold the same choice, because it moved: the longest history wins.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from baton.core.routing.routed_request import (
 from baton.core.routing.routed_requests import RoutedRequests, digest_of
 
 Kept = tuple[int, ChoiceAttempt]
-"""A serial of the instance, and the attempt that it is from now on."""
+"""A serial of the instance, and the attempt it belongs to from now on."""
 OVER = (FinishReason.STOP, FinishReason.LENGTH)
 
 
@@ -38,7 +38,7 @@ class Adoption:
     def __init__(self, requests: RoutedRequests) -> None:
         self._requests = requests
         self._pending: dict[RequestNumber, RoutedRequest] = {}
-        """Those that no client has claimed, or of which a choice is still missing; in order of their grace."""
+        """Requests without a client, or with a choice that no instance has reported; ordered by the end of grace."""
         self._made = 0
 
     def next_deadline(self) -> int | None:
@@ -47,13 +47,13 @@ class Adoption:
     # ── joins ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def adopt(self, member: FleetMember, held: Sequence[HeldChoice]) -> tuple[Kept, ...]:
-        """The serials that the instance goes on with; the others are not wanted."""
+        """Take over the requests of a joining instance. Returns the serials that it continues; it drops the others."""
         keep: list[Kept] = []
         extras: dict[RequestNumber, dict[int, tuple[object, ...]]] = {}
-        """Of the orphans that are found in this join."""
+        """Log-probabilities of the orphans found in this join, by choice."""
         furthest = _furthest(held)
         digests: dict[bytes, bytes] = {}
-        """By origin: one may be megabytes, and have hundreds of choices."""
+        """Origin → digest: one origin may be megabytes long, and belong to hundreds of choices."""
         for item in held:
             if item.serial not in furthest:
                 continue
@@ -87,11 +87,11 @@ class Adoption:
         return request if len(request.choices) == item.body_choices else None
 
     def _take_over(self, choice: RoutedChoice, item: HeldChoice, member: FleetMember) -> ChoiceAttempt:
-        """The choice goes on where it is held, or from what is known of it there."""
+        """Continue the choice where it is held, or elsewhere from the reported tokens."""
         requests = self._requests
         self._make_wait(choice, item)
         if not choice.request.orphan:
-            requests.opened(choice.request)  # an instance had taken it, and was lost before it could say so
+            requests.opened(choice.request)  # an instance had accepted it, and was lost before it could say so
         missing = _history(item)[len(choice.delivered) :]
         choice.delivered += missing
         choice.keys = None
@@ -120,7 +120,7 @@ class Adoption:
 
     def _make_wait(self, choice: RoutedChoice, item: HeldChoice) -> None:
         requests = self._requests
-        # Not at once: another instance may be about to tell that it is further with it.
+        # Not at once: another instance may be about to report a longer history.
         soon_us = requests.now_us + requests.config.backoff_us_max
         if choice.state is ChoiceState.ABSENT:
             choice.submission = _asked(choice.request, item.submission)
@@ -134,7 +134,7 @@ class Adoption:
             requests.queue.enter(choice, soon_us)
 
     def _resume(self, choice: RoutedChoice, attempt: Attempt) -> None:
-        """It was not lost after all."""
+        """The choice was not lost: continue it in this attempt, and take the loss off its counts."""
         requests = self._requests
         attempt.accepted = True
         requests.move(choice, ChoiceMove.RESUME)
@@ -171,7 +171,7 @@ class Adoption:
         self._sift()
 
     def _ask_again(self, request: RoutedRequest, event: RequestClaimed) -> None:
-        """What no instance has told of begins anew: its tokens depend on nothing but its submission."""
+        """Choices that no instance has reported start from the beginning: their tokens depend only on the submission."""
         requests = self._requests
         limits = {len(c.submission.prompt): c.submission.max_tokens for c in request.choices if c.submission is not None}
         for choice, asked in zip(request.choices, event.group, strict=True):
@@ -180,10 +180,10 @@ class Adoption:
                 choice.submission = _asked(request, replace(asked, max_tokens=limit))
                 requests.move(choice, ChoiceMove.FIND)
                 requests.queue.enter(choice, max(requests.now_us, request.arrived_us + requests.config.backoff_us_max))
-        requests.stirred = True
+        requests.should_place = True
 
     def expire(self) -> None:
-        """An orphan that was not claimed is dropped; of one that was, the missing choices end."""
+        """Drop an orphan that was not claimed; end the missing choices of one that was."""
         requests = self._requests
         self._sift()
         for request in [b for b in self._pending.values() if b.grace_us is not None and b.grace_us <= requests.now_us]:
@@ -208,7 +208,7 @@ class Adoption:
 
 
 def _asked(request: RoutedRequest, submission: Submission) -> Submission:
-    """As the client asked for it. Its leader was another in each attempt: now it is the first known with the same prompt."""
+    """The submission as the client made it, led by the first known choice with the same prompt."""
     known = (choice.submission for choice in request.choices if choice.submission is not None)
     leader = next((leads(other) for other in known if np.array_equal(other.prompt, submission.prompt)), None)
     return replace(submission, leader=leader, generated=NO_TOKENS, prefill_at="")
@@ -219,7 +219,7 @@ def _history(item: HeldChoice) -> list[int]:
 
 
 def _furthest(held: Sequence[HeldChoice]) -> set[int]:
-    """Of each choice the serial with the longest history; of equals, one that has ended, then one that still runs."""
+    """For each choice the serial with the longest history; of equals, an ended one, then a running one."""
     best: dict[tuple[bytes, int, int], tuple[tuple[int, bool, bool], int]] = {}
     for item in held:
         over = item.end is not None and item.end.reason in OVER
@@ -236,5 +236,5 @@ def _wanted(choice: RoutedChoice, item: HeldChoice) -> bool:
         return False
     if choice.state in (ChoiceState.ABSENT, ChoiceState.WAITING):
         return True
-    # Elsewhere somebody works on it by now. One of ours stays there; of an orphan it may be the shorter of two histories.
+    # Another instance runs it by now. A choice of ours stays there; an orphan's may be the shorter of two histories.
     return choice.request.orphan and choice.state in (ChoiceState.SENT, ChoiceState.OPEN) and len(history) > len(delivered)

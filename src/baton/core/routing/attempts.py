@@ -1,7 +1,7 @@
-"""What follows from what instances say of attempts: tokens are delivered, and what cannot stay goes on elsewhere.
+"""Reactions to the messages of instances about attempts: deliver tokens, and continue elsewhere what cannot stay.
 
-A choice goes on after a refusal, a preemption, a loss or a drain, up to the limits of `RouterConfig`; each retry waits in
-the placement queue for its back-off.
+A choice continues elsewhere after a refusal, a preemption, a loss or a drain, up to the limits of `RouterConfig`; each retry
+waits in the placement queue for its back-off.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Attempts:
         self._budget = RetryBudget(requests.config)
         self._seed = seed
 
-    # ── what an instance says ────────────────────────────────────────────────────────────────────────────────────────────
+    # ── messages of instances ────────────────────────────────────────────────────────────────────────────────────────────
 
     def came(self, event: TokensCame) -> None:
         requests, choice = self._requests, self._choice_of(event.session, event.attempt)
@@ -91,7 +91,7 @@ class Attempts:
         self.go_on_elsewhere(choice, cause, fault_of(end, choice.attempt.member.name))
 
     def _came_after_cut(self, choice: RoutedChoice, end: EndedRequest | None) -> None:
-        """Tokens mean nothing any more; the end brings the bill."""
+        """Drop the tokens; the end has the bill."""
         if choice.state is ChoiceState.CUT and end is not None:
             add_bill(choice, end.bill)
             self._requests.end(choice, FinishReason.STOP)
@@ -120,7 +120,7 @@ class Attempts:
         attempt = self._attempt(event.session, event.attempt)
         sent = _unanswered(attempt)
         if attempt is not None and not attempt.accepted:
-            del attempt.request.attempts[attempt.id.attempt]  # there is nothing to call back or to forget
+            del attempt.request.attempts[attempt.id.attempt]  # nothing to cancel or to forget there
         if attempt is None or not sent:
             self._requests.counts.late += 1
             return
@@ -133,39 +133,39 @@ class Attempts:
             self.go_on_elsewhere(choice, cause, fault_of_refusal(event.refusal))
 
     def _attempt(self, session: Session, which: AttemptId | ChoiceAttempt) -> Attempt | None:
-        """None for one that is over, or that is not this session's."""
+        """None for an attempt that has ended, or of another session."""
         request = self._requests.by_number.get(which.request)
         attempt = None if request is None else request.attempts.get(which.attempt)
         return attempt if attempt is not None and attempt.member.session == session else None
 
     def _choice_of(self, session: Session, which: ChoiceAttempt) -> RoutedChoice | None:
-        """The choice of an attempt, if it is still in it."""
+        """The choice, if it is still in this attempt."""
         attempt = self._attempt(session, which)
         if attempt is None or not 0 <= which.choice < len(attempt.request.choices):
             return None
         choice = attempt.request.choices[which.choice]
         return choice if choice.attempt is attempt else None
 
-    # ── going on elsewhere ───────────────────────────────────────────────────────────────────────────────────────────────
+    # ── continuing elsewhere ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def lose(self, member: FleetMember, why: str) -> None:
-        """Nothing more will be heard of an instance: what it had goes on elsewhere."""
-        for choice in list(member.aboard.values()):
-            if choice.attempt is not None:  # else its request was given up with one before it
+        """An instance is lost: its choices continue elsewhere."""
+        for choice in list(member.choices.values()):
+            if choice.attempt is not None:  # else its request ended with an earlier choice
                 self.go_on_elsewhere(choice, MoveCause.LOST, loss_of(choice, f"{member.name} was lost: {why}"))
 
-    def clear_out(self, member: FleetMember) -> None:
-        """It drains for too long: what is still open there goes on elsewhere, if another instance serves."""
+    def move_all(self, member: FleetMember) -> None:
+        """It drains for too long: its open choices continue elsewhere, if another instance serves."""
         requests = self._requests
         if not requests.fleet.servers:
             return
-        moving = [choice for choice in member.aboard.values() if choice.state is ChoiceState.OPEN]
+        moving = [choice for choice in member.choices.values() if choice.state is ChoiceState.OPEN]
         requests.call_back(moving)
         for choice in moving:
             self.go_on_elsewhere(choice, MoveCause.DRAINED, loss_of(choice, f"{member.name} drains"))
 
     def go_on_elsewhere(self, choice: RoutedChoice, cause: MoveCause, fault: PdFault) -> None:
-        """Put it back into the placement queue, unless it had its last token or has moved often enough."""
+        """Put it back into the placement queue, unless it has its last token or has used up its moves."""
         requests, reason, where = self._requests, finished_as(choice), choice.where
         if reason is not None:
             requests.end(choice, reason)
@@ -229,7 +229,7 @@ class Attempts:
 
 
 def _unanswered(attempt: Attempt | None) -> list[RoutedChoice]:
-    """The choices of an attempt that wait for its answer."""
+    """The choices of an attempt that is not answered yet."""
     if attempt is None:
         return []
     return [choice for choice in attempt.choices if choice.attempt is attempt and choice.state is ChoiceState.SENT]

@@ -11,7 +11,7 @@ from baton.core.setting import BadConfig, Bounds, Panel, Setting, Unit, check_bo
 
 
 class RoutingPolicy(StrEnum):
-    """How an instance is chosen for a request."""
+    """The way to choose an instance for a request."""
 
     CACHE_AWARE = "cache-aware"
     POWER_OF_TWO = "power-of-two"
@@ -36,7 +36,7 @@ class RouterConfig:
             "preempt-retry-count", Panel.CARRYING, "How often a request may move because an instance had no room for it.", 0
         ),
     ] = 3
-    """How often a choice may go on elsewhere because an instance had no room for it (codes 500 and 502)."""
+    """Most times that a choice continues elsewhere because an instance had no room for it (codes 500 and 502)."""
     preempt_retry_exclude_decode: Annotated[
         bool,
         Setting(
@@ -47,7 +47,7 @@ class RouterConfig:
         int,
         Setting("loss-retry-count", Panel.CARRYING, "How often a request may move because its instance was lost.", 0),
     ] = 8
-    """How often a choice may go on elsewhere because its instance, or the KV on its way to it, was lost."""
+    """Most times that a choice continues elsewhere because its instance, or KV being sent to it, was lost."""
     fruitless_loss_count: Annotated[
         int,
         Setting(
@@ -56,7 +56,7 @@ class RouterConfig:
         ),
     ] = 4  # fmt: skip
     backoff_us: AtLeastOne = 20_000
-    """Before the first retry of a choice; doubles, less a jitter of up to half. After a loss the first one is at once."""
+    """Delay of the first retry of a choice; doubles, less a jitter of up to half. The first retry after a loss has none."""
     backoff_us_max: AtLeastOne = 1_000_000
     deadline_us: Annotated[
         int,
@@ -67,8 +67,8 @@ class RouterConfig:
         ),
         Bounds(least=1),
     ] = 600_000_000  # fmt: skip
-    """From arrival. What waits for a place or for its first token then ends with an error; an answer that flows goes on
-    until it would have to move."""
+    """Counted from arrival. A request without a place or a first token then ends with an error; an answer that has begun
+    continues until it would have to move."""
     absent_us: Annotated[
         int,
         Setting(
@@ -77,18 +77,18 @@ class RouterConfig:
         ),
         Bounds(least=0),
     ] = 10_000_000  # fmt: skip
-    """How long a body that has no token yet waits for an instance while none is there."""
+    """Longest time that a request without a token waits while there is no instance."""
     waiting_max: Annotated[
         int,
         Setting(
             "max-waiting", Panel.LIMITS, "Choices that may wait for a place; beyond it clients get 429 with Retry-After.", 1
         ),
     ] = 1024
-    """Choices that wait for a place; beyond it new bodies are refused."""
+    """Most choices that wait for a place; beyond it new requests are refused."""
     ahead: Annotated[float, Bounds(above=0)] = 2.0
-    """Choices open at an instance, as a multiple of its slots, beyond which newcomers wait here instead of there."""
+    """Most open choices at an instance, as a multiple of its slots; further choices wait at the router."""
     retry_rate: Annotated[float, Bounds(above=0)] = 50.0
-    """Retries a second, of all choices together, once `retry_burst` of them are used up; the others wait their turn."""
+    """Retries per second, of all choices together, once `retry_burst` is used up; further retries wait."""
     retry_burst: AtLeastOne = 512
     beat_us: AtLeastOne = 200_000
     suspect_us: Annotated[
@@ -99,11 +99,11 @@ class RouterConfig:
         ),
         Bounds(least=1),
     ] = 600_000  # fmt: skip
-    """An instance or its engine that gave no sign of life for this long is taken out."""
+    """An instance without a sign of life, or with an engine without one, for this long is removed."""
     stuck_us: AtLeastOne = 60_000_000
-    """An engine that computes and finishes no step for this long is taken out."""
+    """An instance whose engine has steps in flight and finishes none for this long is removed."""
     drain_us: AtLeastOne = 30_000_000
-    """What is still open at a draining instance after this long goes on elsewhere."""
+    """Choices still open at a draining instance after this long continue elsewhere."""
     orphan_grace_us: Annotated[
         int,
         Setting(
@@ -112,12 +112,12 @@ class RouterConfig:
         ),
         Bounds(least=1),
     ] = 10_000_000  # fmt: skip
-    """How long a request without a client is kept after a router was lost."""
+    """Time for which a request without a client is kept after a router was lost."""
     key_concurrency: Annotated[
         int | None,
         Setting("key-concurrency", Panel.LIMITS, "Choices that one API key may have open. Default: any number.", 1),
     ] = None
-    """Choices that one tenant may have open."""
+    """Most open choices of one tenant."""
     key_tokens_per_minute: Annotated[
         int | None,
         Setting(
@@ -125,11 +125,11 @@ class RouterConfig:
             "Tokens, prompt and answer, that one API key may use. Default: any number.", 1,
         ),
     ] = None  # fmt: skip
-    """Tokens, prompt and generated, that one tenant may use."""
+    """Tokens, prompt and generated, that one tenant may use per minute."""
     model: str = "the model of this router"
-    """For people."""
+    """Name of the model, for display."""
     model_mark: bytes = b""
-    """What the fingerprint of every instance begins with; empty where it is not known."""
+    """Prefix that the fingerprint of every instance must have; empty: any."""
 
     def __post_init__(self) -> None:
         check_bounds(self)

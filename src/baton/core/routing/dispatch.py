@@ -1,4 +1,4 @@
-"""Takes requests in, and sends the choices that wait to instances that have room for them."""
+"""Accepts requests, and sends waiting choices to instances that have room for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from baton.core.routing.routed_requests import RoutedRequests
 from baton.core.routing.server_absence import ServerAbsence
 
 PASSED_OVER_MAX = 16
-"""Requests at the head of the queue that find no room, before those behind them are not tried any more."""
+"""Requests at the head of the queue that find no room, before later ones are not tried any more."""
 
 
 class Dispatcher:
@@ -53,33 +53,35 @@ class Dispatcher:
     def place(self) -> None:
         """Send every choice that is due and finds room, in the order of the queue."""
         requests, queue, placement = self._requests, self._requests.queue, self._placement
-        requests.stirred = False
+        requests.should_place = False
         servers, passed_over = self._fleet.servers, list[list[RoutedChoice]]()
-        if not queue.ripen(requests.now_us) or not servers:
+        if not queue.promote_due(requests.now_us) or not servers:
             return
         while len(passed_over) < PASSED_OVER_MAX and any(map(placement.has_room, servers)):
-            party = queue.party()
-            if not party:
+            batch = queue.batch()
+            if not batch:
                 break
-            wanted = self._query.of(party)
+            wanted = self._query.of(batch)
             holders = holding(servers, wanted)
-            spot = placement.choose(wanted, holders, self._fleet.givers)
+            spot = placement.choose(wanted, holders, self._fleet.prefillers)
             if not holders:
-                queue.put_off(party, requests.now_us + self._config.beat_us)  # and not in the way of those behind it
+                queue.put_off(batch, requests.now_us + self._config.beat_us)  # and does not block later requests
             elif spot is None:
-                passed_over.append(party)
+                passed_over.append(batch)
             else:
-                self._send(party, wanted, spot)
-        for party in passed_over:
-            queue.put_back(party)
+                self._send(batch, wanted, spot)
+        for batch in passed_over:
+            queue.put_back(batch)
 
-    def _send(self, party: Sequence[RoutedChoice], wanted: PlacementDemand, spot: ChosenPlacement) -> None:
-        requests, member, request = self._requests, spot.member, party[0].request
+    def _send(self, batch: Sequence[RoutedChoice], wanted: PlacementDemand, spot: ChosenPlacement) -> None:
+        requests, member, request = self._requests, spot.member, batch[0].request
         prefills = {p.leader: (p, *given) for p, given in zip(wanted.prompts, spot.prefills, strict=True)}
-        prefill_at = {name: giver.facts.peer_address for name, (_, giver, _) in prefills.items() if giver is not member}
-        pairs = [(choice, self._query.settled(choice)) for choice in party]
+        prefill_at = {
+            name: prefiller.facts.peer_address for name, (_, prefiller, _) in prefills.items() if prefiller is not member
+        }
+        pairs = [(choice, self._query.settled(choice)) for choice in batch]
         group = group_of(pairs, prefill_at)
-        attempt = request.attempt_at(member, list(party))
+        attempt = request.attempt_at(member, list(batch))
         for choice, submission in pairs:
             requests.move(choice, ChoiceMove.PLACE)
             attempt.board(choice)
@@ -87,22 +89,22 @@ class Dispatcher:
             choice.began_with = len(submission.prompt) + len(choice.delivered)
             requests.counts.moved_tokens += len(choice.delivered)
             if leads(submission) in prefills:
-                prompt, giver, tokens = prefills.pop(leads(submission))
-                self._expect_prefill(choice, member, giver, tokens, prompt)
-                if giver is not member:
-                    attempt.givers[choice.index] = giver.name
-        choices = tuple(choice.index for choice in party)
+                prompt, prefiller, tokens = prefills.pop(leads(submission))
+                self._expect_prefill(choice, member, prefiller, tokens, prompt)
+                if prefiller is not member:
+                    attempt.prefillers[choice.index] = prefiller.name
+        choices = tuple(choice.index for choice in batch)
         requests.effects.append(
             SendAttempt(member.session, attempt.id, group, choices, len(request.choices), request.origin)
         )
-        for choice in party:
+        for choice in batch:
             requests.note(choice, TimelineStage.PLACED, member.name)
 
     def _expect_prefill(
-        self, choice: RoutedChoice, member: FleetMember, giver: FleetMember, tokens: int, prompt: PromptToPlace
+        self, choice: RoutedChoice, member: FleetMember, prefiller: FleetMember, tokens: int, prompt: PromptToPlace
     ) -> None:
-        choice.prefill = (giver, tokens)
-        giver.prefill_tokens += tokens
+        choice.prefill = (prefiller, tokens)
+        prefiller.prefill_tokens += tokens
         member.promised_blocks += -(-tokens // member.facts.block_size)
-        for holder in (member, giver) if giver is not member else (member,):
+        for holder in (member, prefiller) if prefiller is not member else (member,):
             self.prefixes.assume(holder.session, prompt.keys, self._requests.now_us)

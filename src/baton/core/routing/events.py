@@ -1,11 +1,11 @@
-"""What a router is told and what it orders: the values that `core.router` decides with. No decisions here.
+"""Events and effects of a router: the values that `router` decides with. No decisions here.
 
     request   what a client asked for in one HTTP request: one or more choices, each a `Submission`
-    session   the driver's number for one connection of one life of an instance; never used twice
+    session   the driver's number for one connection of one incarnation of an instance; never used twice
     attempt   choices of one request that travel to one session together
 
 A choice goes from attempt to attempt until it has ended. Each attempt after the first is the original submission with
-everything that was delivered so far in `generated`: the instance goes on after it.
+all delivered tokens in `generated`: the instance continues after them.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ from baton.core.handover.faults import PdFault
 from baton.core.routing.identity import AttemptId, ChoiceAttempt, RequestNumber
 
 MEMBERSHIP_VERSION = 1
-"""Of the messages between routers and instances."""
+"""Version of the messages between routers and instances."""
 
 Session = NewType("Session", int)
 Instance = NewType("Instance", str)
-"""An instance's name. It outlives its lives: each life has a higher incarnation."""
+"""An instance's name. It stays the same over restarts; each restart has a higher incarnation."""
 
 
 # ── instances ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Join(WireMessage, tag="join", frozen=True):
-    """What an instance says of itself as it joins; true for its whole life. The first frame of a session."""
+    """Facts about an instance, sent when it joins; they never change in a session. The first frame of a session."""
 
     name: Annotated[Instance, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
     incarnation: Incarnation
     role: Name
     fingerprint: Fingerprint
-    """Of the model: instances of one router have the same."""
+    """Of the model; the same for all instances of a router."""
     url: Address
-    """Its own HTTP address, for people."""
+    """Its own HTTP address, for display."""
     peer_address: Address
-    """Where instances that decode ask it to prefill; empty where none can."""
+    """Address at which decoding instances ask it to prefill; empty if it does not."""
     slots: Positive
     blocks: Positive
     block_size: Positive
     context_tokens: Positive
-    """Longest sequence that could ever run there."""
+    """Longest sequence that it can run."""
     vocabulary: Positive
     pid: Count = 0
-    """On its own machine."""
+    """Process id on its own machine."""
     draining: bool = False
     version: int = MEMBERSHIP_VERSION
 
@@ -65,20 +65,20 @@ class PhaseReport:
     """A request entered a phase at an instance. For the timeline; nothing is decided from it."""
 
     attempt: ChoiceAttempt
-    """May be over."""
+    """The attempt may have ended."""
     phase: str
-    """As `core.request.Phase` names it."""
+    """The name of a `core.engine.request.Phase`."""
     ago_us: int
-    """How long before the beat that brings it."""
+    """Time between the change and the beat that reports it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """A sign of life. Sent every `beat_us`, whether or not anything has changed."""
+    """A heartbeat. Sent every `beat_us`, whether or not anything has changed."""
 
     ledger: SchedulerGauges
     engine_silent_us: int
-    """How long ago the engine process last gave a sign of life to its front end."""
+    """Time since the engine process last sent anything to its front end."""
     computing: bool
     """Steps are in flight, so `ledger.steps` must grow."""
     names: CachedKeysChanged = NO_KEYS_CHANGED
@@ -91,20 +91,20 @@ class HeldChoice:
 
     serial: int
     submission: Submission
-    """As it was asked for there: what was generated before is in its `generated`."""
+    """As submitted to this instance: outputs generated before that are in its `generated`."""
     choice: int
-    """Which choice of its body."""
+    """Index of the choice in its request."""
     body_choices: int
-    """How many choices its body has."""
+    """Number of choices of its request."""
     origin: bytes
-    """The client's request, as the router that took it wrote it down; the same for all legs of a body, and no other's."""
+    """The client's request as encoded by the router that accepted it; the same for all choices, and unique."""
     tokens: tuple[int, ...]
-    """Everything generated there, after `submission.generated`."""
+    """Tokens generated there, after `submission.generated`."""
     extras: tuple[object, ...]
-    """One for each of `tokens` where log-probabilities were asked for, else empty."""
+    """One for each of `tokens` if log-probabilities were asked for, else empty."""
     cached_tokens: int | None
     end: EndedRequest | None
-    """How it ended there meanwhile."""
+    """Its end, if it ended there meanwhile."""
 
 
 # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -126,7 +126,7 @@ class HeartbeatCame:
 
 @dataclass(frozen=True, slots=True)
 class InstanceLost:
-    """The connection is over."""
+    """The connection has ended."""
 
     session: Session
     reason: str
@@ -134,25 +134,25 @@ class InstanceLost:
 
 @dataclass(frozen=True, slots=True)
 class InstanceDrains:
-    """The instance takes nothing new: it was told to stop, or somebody asked the router to drain it."""
+    """The instance accepts nothing new: it was told to stop, or an operator asked the router to drain it."""
 
     name: Instance
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestArrived:
-    """A request of a client. All of its choices share one prompt or each has its own; `leader` says which."""
+    """A request of a client. Its choices share one prompt or each has its own; `leader` says which."""
 
     request: RequestNumber
     tenant: str
     group: tuple[Submission, ...]
     origin: bytes
-    """Opaque; travels with every attempt, so that it survives this router."""
+    """Opaque; sent with every attempt, so that it survives this router."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientLeft:
-    """The client is gone, or took the request back."""
+    """The client disconnected or cancelled the request."""
 
     request: RequestNumber
 
@@ -168,11 +168,11 @@ class StopStringFound:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestClaimed:
-    """A client has come for an orphaned request."""
+    """A client asks for an orphaned request."""
 
     request: RequestNumber
     group: tuple[Submission, ...] = ()
-    """All of its choices as they were asked for, where that is known: those that no instance holds begin anew."""
+    """All choices as submitted, if known: those that no instance holds start from the beginning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,20 +189,20 @@ class AttemptRefused:
 
 
 class TokensCame(NamedTuple):
-    """Tokens of a choice, or its end, or both. A tuple: one is made for each row of each step."""
+    """Tokens of a choice, or its end, or both. A tuple, because one is made for each row of each step."""
 
     session: Session
     attempt: ChoiceAttempt
     tokens: list[int]
     extras: object = None
-    """Travels to the client with the tokens (their log-probabilities); not looked at."""
+    """Passed on to the client with the tokens (their log-probabilities); not read here."""
     cached_tokens: int | None = None
     end: EndedRequest | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DeadlineCame:
-    """`next_deadline` has come."""
+    """`next_deadline` has passed."""
 
 
 RouterEvent = (
@@ -226,7 +226,7 @@ RouterEvent = (
 
 @dataclass(frozen=True, slots=True)
 class AdmitInstance:
-    """The instance belongs to the fleet. It goes on with the serials of `keep`, each as that attempt, and drops the rest."""
+    """The instance belongs to the fleet. It continues the serials of `keep`, each as that attempt, and drops the rest."""
 
     session: Session
     keep: tuple[tuple[int, ChoiceAttempt], ...] = ()
@@ -237,12 +237,12 @@ class RejectInstance:
     session: Session
     reason: str
     fenced: bool
-    """A later life of the same name is known: this one must not serve any more."""
+    """A later incarnation of the same name is known: this one must stop serving."""
 
 
 @dataclass(frozen=True, slots=True)
 class CloseSession:
-    """The session is given up; nothing of it is heard any more."""
+    """The session is closed; its messages are ignored from now on."""
 
     session: Session
     reason: str
@@ -250,7 +250,7 @@ class CloseSession:
 
 @dataclass(frozen=True, slots=True)
 class TellPrefillPeers:
-    """Tell an instance that decodes who prefills for it now."""
+    """Tell a decoding instance which peers prefill for it now."""
 
     session: Session
     addresses: tuple[str, ...]
@@ -269,14 +269,14 @@ class SendAttempt:
     attempt: AttemptId
     group: tuple[Submission, ...]
     choices: tuple[int, ...]
-    """Which choices of their request these are."""
+    """Indices of these choices in their request."""
     body_choices: int
     origin: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class CancelChoices:
-    """These choices of an attempt are not wanted any more, whatever the instance made of them."""
+    """Cancel these choices of an attempt, in whatever state they are at the instance."""
 
     session: Session
     attempt: AttemptId
@@ -288,12 +288,12 @@ class StopChoice:
     session: Session
     attempt: ChoiceAttempt
     keep: int
-    """Of the outputs, those of earlier attempts included."""
+    """Counts all outputs, those of earlier attempts included."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForgetChoices:
-    """A request is over: the instance need not keep what it knows of these choices."""
+    """A request has ended: the instance may drop everything it keeps of these choices."""
 
     session: Session
     attempt: AttemptId
@@ -301,14 +301,14 @@ class ForgetChoices:
 
 @dataclass(frozen=True, slots=True)
 class RequestOpened:
-    """To the client: the request was accepted by an instance, for the first time."""
+    """To the client: an instance accepted the request, for the first time."""
 
     request: RequestNumber
 
 
 @dataclass(frozen=True, slots=True)
 class RequestDeclined:
-    """To the client: the request was not accepted. Nothing of it was delivered."""
+    """To the client: the request was not accepted. No token of it was delivered."""
 
     request: RequestNumber
     refusal: Refusal
@@ -316,10 +316,10 @@ class RequestDeclined:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceOutcome:
-    """How a choice ended, over all of its attempts."""
+    """The end of a choice, over all of its attempts."""
 
     reason: FinishReason
-    """RESCHEDULE where it could not be carried on; `fault` says why then."""
+    """RESCHEDULE if it could not be continued; `fault` then says why."""
     generated_tokens: int
     bill: Bill
     """Summed over its attempts."""
@@ -327,7 +327,7 @@ class ChoiceOutcome:
 
 
 class DeliverTokens(NamedTuple):
-    """To the client: tokens in order, none twice, none missing; and the end, once. A tuple, as Came is."""
+    """To the client: tokens in order, none twice, none missing; and the end, once. A tuple, like TokensCame."""
 
     request: RequestNumber
     choice: int
@@ -339,14 +339,14 @@ class DeliverTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnclaimedFound:
-    """A request of a router that was lost has been found: everything that is known of it. A client may claim it."""
+    """A request of a lost router was found, with everything known of it. A client may claim it."""
 
     request: RequestNumber
     origin: bytes
     delivered: tuple[tuple[int, ...] | None, ...]
     """By choice: all of its tokens so far. None: nothing is known of it."""
     extras: tuple[tuple[object, ...], ...]
-    """By choice, for its last tokens: what came before a move is not known any more."""
+    """By choice, for its last tokens: those from before a move are lost."""
     cached_tokens: tuple[int | None, ...]
     outcomes: tuple[ChoiceOutcome | None, ...]
 
@@ -357,7 +357,7 @@ class UnclaimedDropped:
 
 
 class TimelineStage(Enum):
-    """What the timeline shows of a choice."""
+    """Stages of a choice in the timeline."""
 
     QUEUED = "queued"
     PLACED = "placed"
@@ -372,7 +372,7 @@ class TimelineStage(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TimelineNoted:
-    """For the log, the metrics and the timeline: something happened to a choice."""
+    """For the log, the metrics and the timeline: an event of a choice."""
 
     request: RequestNumber
     choice: int
@@ -384,7 +384,7 @@ class TimelineNoted:
 
 @dataclass(frozen=True, slots=True)
 class FleetChanged:
-    """For the log and the dashboard: an instance came, left, drains or was suspected."""
+    """For the log and the dashboard: an instance joined, left, drains or is suspected."""
 
     name: Instance
     incarnation: int

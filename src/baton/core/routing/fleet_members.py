@@ -1,13 +1,13 @@
-"""The instances of a router: who belongs to it, who is drained, who is taken out.
+"""The instances of a router: which have joined, which drain, which are removed.
 
     (join) ──▶ JOINED ──drain──▶ DRAINING
                  │                  │
                  └──────────────────┴── the connection ends, no sign of life, or a newer session ──▶ GONE
 
-An instance is a name; each of its lives has a higher incarnation, and of an older life nothing is heard while a newer one
-is here or was a moment ago. A life that drains does so until its end, whatever befalls its connection. Being silent is
-measured in time in which the router itself was awake. What becomes of the requests of an instance that is gone is not
-decided here.
+An instance is known by its name; each restart of its process has a higher incarnation, and an older incarnation is rejected
+while a newer one has joined or was heard within FENCE_US. An incarnation that drains does so until its end, even when it
+reconnects. Silence is measured in time in which the router itself was awake. What happens to the requests of an instance
+that is gone is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from baton.core.routing.routed_request import RoutedChoice
 
 NAMES_MAX = 4096
-"""Names whose last life is remembered."""
+"""Most names whose last incarnation is remembered."""
 FENCE_US = 60_000_000
-"""After a life was last heard an older one may join: more likely than a life that comes back so late is a clock, which
-incarnations are read from, that was set back."""
+"""An older incarnation may join this long after the newer one was last heard: then the clock that incarnations are read
+from was more likely set back."""
 
 
 class MemberState(Enum):
@@ -63,23 +63,23 @@ class FleetMember:
     role: Role
     state: MemberState
     heard_us: int
-    """When it last gave a sign of life, as far as the router was awake to hear it."""
+    """Time of its last message, shifted by the time in which the router was not awake."""
     progress_us: int
-    """When its engine last finished a step, or had none to compute."""
+    """Time at which its engine last finished a step, or had none to compute."""
     ledger: SchedulerGauges = field(default_factory=SchedulerGauges)
-    aboard: dict[tuple[int, int], RoutedChoice] = field(default_factory=dict)
-    """Choices that are there, by (request, choice)."""
+    choices: dict[tuple[int, int], RoutedChoice] = field(default_factory=dict)
+    """Choices that are at this instance, by (request, choice)."""
     prefill_tokens: int = 0
-    """Placed there to be prefilled, of which no token has come yet."""
+    """Tokens placed there for prefill, whose choices have no token yet."""
     promised_blocks: int = 0
-    """For what was placed there since its last sign."""
+    """Blocks of the choices placed there since its last report."""
     used: int = 0
-    """When it was last chosen, as a count of choosings."""
+    """Number of the placement that last chose it."""
     drain_by_us: int | None = None
     has_kept: bool = False
-    """It joined with requests of a router before this one, or of this one."""
-    told: tuple[str, ...] | None = None
-    """Of whom it knows that they prefill for it."""
+    """It joined with requests of an earlier router, or of this one."""
+    told_addresses: tuple[str, ...] | None = None
+    """Addresses of prefilling peers that it was last told."""
 
     @property
     def name(self) -> Instance:
@@ -92,18 +92,18 @@ class FleetMember:
 
 @dataclass(slots=True)
 class _Life:
-    """The last life of a name."""
+    """The last incarnation of a name."""
 
     incarnation: int
     heard_us: int
-    """When it was last heard, once it is gone."""
+    """Time of its last message, set when it is gone."""
     drain_by_us: int | None = None
-    """It drains; what it has left then goes on elsewhere."""
+    """It drains; its open choices continue elsewhere at this time."""
 
 
 @dataclass(frozen=True, slots=True)
 class JoinRejection:
-    """Why an instance cannot join."""
+    """The reason why an instance cannot join."""
 
     reason: str
     fenced: bool = False
@@ -113,22 +113,22 @@ class JoinRejection:
 class Suspicion:
     member: FleetMember
     what: str
-    """As `FleetChanged` names it."""
+    """One of the values of `FleetChanged.what`."""
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceView:
-    """An instance, for people."""
+    """An instance, for display."""
 
     facts: Join
     state: str
     """ready or draining"""
     ledger: SchedulerGauges
     open: int
-    """Choices that are there."""
+    """Choices at this instance."""
     prefill_tokens: int
-    """Placed there to be prefilled, of which no token has come yet."""
+    """Tokens placed there for prefill, whose choices have no token yet."""
     heard_ago_us: int
 
 
@@ -138,20 +138,20 @@ class FleetMembers:
         self.members: dict[Session, FleetMember] = {}
         self.by_name: dict[Instance, FleetMember] = {}
         self.servers: list[FleetMember] = []
-        """Those who take requests now, by name."""
-        self.givers: list[FleetMember] = []
-        """Those who prefill for others now, by name."""
-        self.known_givers: list[FleetMember] = []
-        """The same, and those who drain: they still hand over what they were asked for."""
+        """Members that accept requests now, ordered by name."""
+        self.prefillers: list[FleetMember] = []
+        """Members that prefill for others now, ordered by name."""
+        self.known_prefillers: list[FleetMember] = []
+        """The same and the draining ones, which still hand over what they were asked for."""
         self.model: Join | None = None
-        """Whose fingerprint, vocabulary and block size all others must have."""
+        """The fingerprint, vocabulary and block size that all instances must have."""
         self._lives: dict[Instance, _Life] = {}
         self._states = StateMachine(TRANSITIONS, "an instance")
 
     def moves(self) -> dict[tuple[MemberState, MemberMove], int]:
         return self._states.moves()
 
-    # ── coming and going ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── joining and leaving ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def objection(self, facts: Join, now_us: int) -> JoinRejection | None:
         life = self._lives.get(facts.name)
@@ -187,9 +187,9 @@ class FleetMembers:
         return name in self.by_name or now_us < life.heard_us + FENCE_US
 
     def _living_holder(self, facts: Join, now_us: int) -> FleetMember | None:
-        """Another process that has this name and was heard lately: rather a mistake than an earlier life.
+        """Another live process with this name: more likely a mistake in the configuration than an earlier incarnation.
 
-        An earlier life is found to be gone soon, and the newcomer calls again.
+        An earlier incarnation is soon found to be gone, and the new one tries again.
         """
         holder = self.by_name.get(facts.name)
         if holder is None or (holder.facts.pid, holder.facts.url) == (facts.pid, facts.url):
@@ -197,7 +197,7 @@ class FleetMembers:
         return holder if now_us - holder.heard_us < self._config.suspect_us else None
 
     def forget_model(self) -> None:
-        """Another model may come once nobody serves this one and nothing waits that was begun with it."""
+        """Accept another model from now on, unless an instance still serves this one."""
         if not self.members:
             self.model = None
 
@@ -238,16 +238,16 @@ class FleetMembers:
     def _list(self) -> None:
         here = [self.by_name[name] for name in sorted(self.by_name)]
         self.servers = [member for member in here if member.serves]
-        self.known_givers = [member for member in here if member.role.gives and member.facts.peer_address]
-        self.givers = [member for member in self.known_givers if member.state is MemberState.JOINED]
+        self.known_prefillers = [member for member in here if member.role.gives and member.facts.peer_address]
+        self.prefillers = [member for member in self.known_prefillers if member.state is MemberState.JOINED]
 
     def _move(self, member: FleetMember, move: MemberMove) -> None:
         member.state = self._states.after(member.state, move)
 
-    # ── signs of life ────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── heartbeats ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def excuse(self, late_us: int) -> None:
-        """The router itself was not awake for so long: nobody's silence counts in that time."""
+        """The router itself was not awake for this long: it does not count as silence of any instance."""
         for member in self.members.values():
             member.heard_us += late_us
             member.progress_us += late_us
@@ -274,13 +274,13 @@ class FleetMembers:
         ]
 
     def drained_too_long(self, now_us: int) -> list[FleetMember]:
-        """Whose requests should be elsewhere by now."""
-        return [m for m in self.members.values() if m.drain_by_us is not None and m.drain_by_us <= now_us and m.aboard]
+        """Draining members with open choices whose time is over."""
+        return [m for m in self.members.values() if m.drain_by_us is not None and m.drain_by_us <= now_us and m.choices]
 
     def views(self, now_us: int) -> list[InstanceView]:
         return [
             InstanceView(
-                m.facts, "draining" if m.state is MemberState.DRAINING else "ready", m.ledger, len(m.aboard),
+                m.facts, "draining" if m.state is MemberState.DRAINING else "ready", m.ledger, len(m.choices),
                 m.prefill_tokens, max(0, now_us - m.heard_us),
             )
             for m in (self.by_name[name] for name in sorted(self.by_name))

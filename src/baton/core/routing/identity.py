@@ -1,10 +1,10 @@
-"""How a router names its work: (request, choice, attempt).
+"""The ids of a router's work: (request, choice, attempt).
 
-    request   what a client asked for in one HTTP request; a router's number, below 0 where an earlier router had taken it
+    request   one HTTP request of a client; a router's number, below 0 if an earlier router had accepted it
     choice    one of the request's sequences, by its index
     attempt   the nth time that choices of the request went to an instance, from 1; choices that travel together share it
 
-docs/design/identity.md lists the numbers that other processes have for the same work.
+docs/design/identity.md lists the ids that other processes have for the same work.
 """
 
 from __future__ import annotations

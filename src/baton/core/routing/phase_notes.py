@@ -1,6 +1,6 @@
-"""Makes notes for the timeline of what instances say of the phases of their requests. Nothing is decided from them.
+"""Timeline notes of the phases that instances report of their requests. Nothing is decided from them.
 
-Notes come with beats, so an attempt may be over by then: the last ones are remembered.
+Notes come with beats, when the attempt may have ended: the last ended attempts are remembered.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class _Trace:
     session: Session
     choices: tuple[int, ...]
     began: list[int]
-    """Choices that the instance has begun with."""
-    givers: dict[int, Instance]
-    """By choice: the instance chosen to prefill it."""
+    """Choices that the instance has started."""
+    prefillers: dict[int, Instance]
+    """Choice → the instance chosen to prefill it."""
 
 
 class PhaseTimeline:
     def __init__(self) -> None:
         self._traces: OrderedDict[AttemptId, _Trace] = OrderedDict()
-        """Of attempts that are over."""
+        """Attempts that have ended."""
 
     def over(self, attempts: Iterable[Attempt]) -> None:
         for attempt in attempts:
@@ -59,8 +59,8 @@ class PhaseTimeline:
                 continue
             stage = _stage(trace, choice, note.phase)
             if stage is not None:
-                at_us, giver = now_us - note.ago_us, trace.givers.get(choice)
-                why = f"from {giver}" if stage is TimelineStage.HANDOVER and giver is not None else ""
+                at_us, prefiller = now_us - note.ago_us, trace.prefillers.get(choice)
+                why = f"from {prefiller}" if stage is TimelineStage.HANDOVER and prefiller is not None else ""
                 made.append(TimelineNoted(number, choice, stage, member.name, at_us, why))
         return made
 
@@ -71,7 +71,7 @@ class PhaseTimeline:
 
 def _trace(attempt: Attempt) -> _Trace:
     choices = tuple(choice.index for choice in attempt.choices)
-    return _Trace(attempt.member.session, choices, attempt.began, attempt.givers)
+    return _Trace(attempt.member.session, choices, attempt.began, attempt.prefillers)
 
 
 def _stage(trace: _Trace, choice: int, phase: str) -> TimelineStage | None:

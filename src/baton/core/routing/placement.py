@@ -1,8 +1,8 @@
-"""Where a request goes: who decodes it and, where that one has others prefill for it, who prefills.
+"""Placement of a request: the instance that decodes it and, if others prefill for that one, the instance that prefills it.
 
-The cost of a place is counted in tokens to prefill before its first token comes: its own beyond the longest known prefix,
-those already placed there, and a weight for what decodes beside it or stands in the way. Deterministic: ties go to whoever
-was chosen least recently, then to the first name; draws are hashes of (seed, count).
+The cost of a place is counted in tokens to prefill before the first token: its own beyond the longest known prefix, those
+already placed there, and weights for the choices that run there and for missing room. Deterministic: ties go to the instance
+that was chosen least recently, then to the first name; draws are hashes of (seed, count).
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from baton.core.routing.fleet_members import FleetMember
 from baton.core.routing.prefix_directory import PrefixDirectory
 
 MISSING = 2
-"""What a token weighs that has to be prefilled because it goes there: others will wait for it too."""
+"""Cost per token that must be prefilled there: other requests wait for it too."""
 OPEN_TOKENS = 32
-"""What one choice that is open at an instance weighs there."""
+"""Cost in tokens of each choice open at an instance."""
 QUEUED_TOKENS = 512
-"""What one more weighs for each choice that is there beyond its slots."""
+"""Additional cost in tokens of each choice beyond its slots."""
 POOL_TOKENS = 4096
-"""What it weighs that a pool cannot hold the request now, besides what is short."""
+"""Penalty in tokens when the pool lacks room now, added to the missing tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptToPlace:
-    """Tokens that are known, to be prefilled once for all choices that share them."""
+    """Known tokens, prefilled once for all choices that share them."""
 
     leader: RequestId
     tokens: int
     keys: Sequence[bytes]
-    """Of its full blocks; empty where nobody looks at them."""
+    """Keys of its full blocks; empty if the policy does not read them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +43,20 @@ class PlacementDemand:
     longest: int
     """Tokens of the longest sequence it may become."""
     avoid: tuple[Instance, ...]
-    """Not there while there is another; the last of them least of all."""
+    """Instances to avoid while there is another one; the last of them most."""
     begun: bool = False
-    """An instance could hold it: it waits for one that can."""
+    """It has run at an instance: it waits for one that can hold it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenPlacement:
     member: FleetMember
     prefills: tuple[tuple[FleetMember, int], ...]
-    """For each prompt: who prefills it, and how many tokens that are not there yet."""
+    """For each prompt: the instance that prefills it, and the number of uncached tokens."""
 
 
 Known = list[dict[Session, int]]
-"""For each prompt: by instance, how many of its leading tokens are there."""
+"""For each prompt: by instance, the number of leading tokens that it has cached."""
 
 
 class Placement:
@@ -72,23 +72,23 @@ class Placement:
         return self._config.policy is RoutingPolicy.CACHE_AWARE
 
     def has_room(self, member: FleetMember) -> bool:
-        return len(member.aboard) < self._config.ahead * member.facts.slots
+        return len(member.choices) < self._config.ahead * member.facts.slots
 
     def choose(
-        self, wanted: PlacementDemand, holders: list[FleetMember], givers: Sequence[FleetMember]
+        self, wanted: PlacementDemand, holders: list[FleetMember], prefillers: Sequence[FleetMember]
     ) -> ChosenPlacement | None:
-        """One of those who can hold it. None: whoever it may go to has too much before it already."""
+        """Choose one of the instances that can hold it. None: every candidate has too much queued already."""
         able = [member for member in _avoiding(holders, wanted.avoid) if self.has_room(member)]
         if not able:
             return None
         known = self._known(wanted, able[0].facts.block_size)
-        member = self._pick(wanted, able, givers, known)
+        member = self._pick(wanted, able, prefillers, known)
         prefills = []
         for prompt, found in zip(wanted.prompts, known, strict=True):
-            giver = self._giver(prompt, member, givers, found)
-            prefills.append((giver, _missing(prompt, member, giver, found)))
+            prefiller = self._prefiller(prompt, member, prefillers, found)
+            prefills.append((prefiller, _missing(prompt, member, prefiller, found)))
         self._choosings += 1
-        for chosen in (member, *(giver for giver, _ in prefills)):
+        for chosen in (member, *(prefiller for prefiller, _ in prefills)):
             chosen.used = self._choosings
         return ChosenPlacement(member, tuple(prefills))
 
@@ -96,42 +96,44 @@ class Placement:
         found = []
         for prompt in wanted.prompts:
             blocks = self._holdings.longest(prompt.keys) if self.reads_keys else {}
-            # The last token is always computed: what it yields is wanted.
+            # The last token is always computed: its logits choose the next one.
             found.append({session: min(depth * block_size, prompt.tokens - 1) for session, depth in blocks.items()})
         return found
 
     # ── the policies ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _pick(
-        self, wanted: PlacementDemand, able: list[FleetMember], givers: Sequence[FleetMember], known: Known
+        self, wanted: PlacementDemand, able: list[FleetMember], prefillers: Sequence[FleetMember], known: Known
     ) -> FleetMember:
         match self._config.policy:
             case RoutingPolicy.CACHE_AWARE:
-                return min(able, key=lambda m: (self._cost(wanted, m, givers, known), m.used, m.name))
+                return min(able, key=lambda m: (self._cost(wanted, m, prefillers, known), m.used, m.name))
             case RoutingPolicy.POWER_OF_TWO:
                 two = [self._drawn(able), self._drawn(able)]
-                return min(two, key=lambda m: (len(m.aboard) / m.facts.slots, m.used, m.name))
+                return min(two, key=lambda m: (len(m.choices) / m.facts.slots, m.used, m.name))
             case RoutingPolicy.ROUND_ROBIN:
                 return min(able, key=lambda m: (m.used, m.name))
             case RoutingPolicy.RANDOM:
                 return self._drawn(able)
 
-    def _cost(self, wanted: PlacementDemand, member: FleetMember, givers: Sequence[FleetMember], known: Known) -> int:
+    def _cost(self, wanted: PlacementDemand, member: FleetMember, prefillers: Sequence[FleetMember], known: Known) -> int:
         prefill = missing_here = 0
         for prompt, found in zip(wanted.prompts, known, strict=True):
-            giver = self._giver(prompt, member, givers, found)
-            prefill += giver.prefill_tokens + MISSING * _missing(prompt, member, giver, found)
+            prefiller = self._prefiller(prompt, member, prefillers, found)
+            prefill += prefiller.prefill_tokens + MISSING * _missing(prompt, member, prefiller, found)
             missing_here += prompt.tokens - found.get(member.session, 0)
-        beyond = max(0, len(member.aboard) + 1 - member.facts.slots)
-        return prefill + len(member.aboard) * OPEN_TOKENS + beyond * QUEUED_TOKENS + _short(member, missing_here)
+        beyond = max(0, len(member.choices) + 1 - member.facts.slots)
+        return prefill + len(member.choices) * OPEN_TOKENS + beyond * QUEUED_TOKENS + _short(member, missing_here)
 
-    def _giver(
-        self, prompt: PromptToPlace, member: FleetMember, givers: Sequence[FleetMember], found: dict[Session, int]
+    def _prefiller(
+        self, prompt: PromptToPlace, member: FleetMember, prefillers: Sequence[FleetMember], found: dict[Session, int]
     ) -> FleetMember:
-        """Who prefills: itself, unless others do that for it."""
-        if not (member.role.takes and givers):
+        """The instance that prefills: the decoding one itself, unless it has others to do that."""
+        if not (member.role.takes and prefillers):
             return member
-        return min(givers, key=lambda g: (g.prefill_tokens + MISSING * _missing(prompt, member, g, found), g.used, g.name))
+        return min(
+            prefillers, key=lambda g: (g.prefill_tokens + MISSING * _missing(prompt, member, g, found), g.used, g.name)
+        )
 
     def _drawn(self, able: list[FleetMember]) -> FleetMember:
         self._draws += 1
@@ -139,21 +141,21 @@ class Placement:
         return able[int.from_bytes(digest, "little") % len(able)]
 
 
-def _missing(prompt: PromptToPlace, member: FleetMember, giver: FleetMember, found: dict[Session, int]) -> int:
-    return prompt.tokens - max(found.get(member.session, 0), found.get(giver.session, 0))
+def _missing(prompt: PromptToPlace, member: FleetMember, prefiller: FleetMember, found: dict[Session, int]) -> int:
+    return prompt.tokens - max(found.get(member.session, 0), found.get(prefiller.session, 0))
 
 
 def _short(member: FleetMember, missing_tokens: int) -> int:
     size, ledger = member.facts.block_size, member.ledger
     if not ledger.total_blocks:
-        return 0  # it has said nothing of its pool yet
+        return 0  # it has not reported its pool yet
     short = -(-missing_tokens // size) + member.promised_blocks - ledger.free_blocks - ledger.evictable_blocks
     return POOL_TOKENS + short * size if short > 0 else 0
 
 
 def holding(servers: Sequence[FleetMember], wanted: PlacementDemand) -> list[FleetMember]:
-    """Those where it fits at all. If there is none, those with the longest context, who will say what is wrong with it;
-    but for what has begun there is nothing wrong with it."""
+    """The instances whose context holds the request. If there is none, those with the longest context, which will refuse it
+    with the reason; for a request that has begun: none."""
     fits = [m for m in servers if min(m.facts.context_tokens, m.facts.blocks * m.facts.block_size) >= wanted.longest]
     if fits or not servers or wanted.begun:
         return fits

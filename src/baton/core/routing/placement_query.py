@@ -1,6 +1,6 @@
-"""What choices that travel together ask of a place: their prompts by block key, how long they may become, whom to avoid.
+"""The demand of choices that are placed together: prompts by block key, longest length, instances to avoid.
 
-Also settles what the client left open, once, so that it is the same wherever a choice goes on.
+Also sets the defaults that the client left open, once, so that they are the same wherever a choice continues.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class PlacementQuery:
         self._reads_keys = reads_keys
         self._prefix: PrefixIndex | None = None
 
-    def of(self, party: Sequence[RoutedChoice]) -> PlacementDemand:
+    def of(self, batch: Sequence[RoutedChoice]) -> PlacementDemand:
         first: dict[RequestId, tuple[RoutedChoice, Submission]] = {}
         tokens: dict[RequestId, int] = {}
         longest, avoid = 0, list[Instance]()
-        for choice in party:
+        for choice in batch:
             submission = self.settled(choice)
             prompt = leads(submission)
             first.setdefault(prompt, (choice, submission))
@@ -40,10 +40,10 @@ class PlacementQuery:
             if choice.turned_down_by is not None:
                 avoid.append(choice.turned_down_by)
         prompts = [PromptToPlace(name, tokens[name], self._keys(name, *first[name])) for name in first]
-        return PlacementDemand(tuple(prompts), longest, tuple(avoid), begun=party[0].request.opened)
+        return PlacementDemand(tuple(prompts), longest, tuple(avoid), begun=batch[0].request.opened)
 
     def settled(self, choice: RoutedChoice) -> Submission:
-        """Its submission with a limit, the same for all attempts: where the client gave none, as much as fits anywhere."""
+        """Its submission with a limit, the same for all attempts: without one by the client, as much as fits anywhere."""
         submission = choice.submission
         if submission is None:
             raise InvariantViolated(f"choice {choice.index} of request {choice.request.number} waits without a submission")
@@ -54,7 +54,7 @@ class PlacementQuery:
         return submission
 
     def _keys(self, name: RequestId, choice: RoutedChoice, submission: Submission) -> Sequence[bytes]:
-        """Of its full blocks. Those of a prompt are remembered: a request may wait for long and be tried often."""
+        """Keys of its full blocks. Those of a prompt are remembered: a request may wait long and be tried often."""
         model, remembered = self._fleet.model, choice.request.keys
         if not self._reads_keys or model is None:
             return ()

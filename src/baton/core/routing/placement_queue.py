@@ -1,6 +1,6 @@
-"""Choices that wait for a place at a router: first until they are due, then in the order of (priority, arrival).
+"""Choices that wait for a place at a router: until they are due, then in the order of (priority, arrival).
 
-Whoever leaves otherwise than by being taken out leaves a void entry behind, which is skipped, and swept when there are many.
+A choice that leaves without being taken out leaves a void entry, which is skipped, and swept when there are many.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ VOID_MIN = 64
 class PlacementQueue:
     def __init__(self) -> None:
         self._later: list[tuple[int, int, RoutedChoice]] = []
-        """By (due, entry)."""
+        """Ordered by (due, entry)."""
         self._ready: list[tuple[int, int, int, int, RoutedChoice]] = []
-        """By (priority, order of arrival of its request, choice, entry)."""
+        """Ordered by (priority, order of arrival of its request, choice, entry)."""
         self._entries = 0
         self.count = 0
 
@@ -28,14 +28,14 @@ class PlacementQueue:
         self.count += 1
 
     def leave(self, choice: RoutedChoice) -> None:
-        """It waits no longer."""
+        """The choice does not wait any more."""
         choice.entry = 0
         self.count -= 1
         if len(self._ready) + len(self._later) > VOID_MIN + 2 * self.count:
             self._sweep()
 
-    def ripen(self, now_us: int) -> bool:
-        """What is due stands in line from now on; whether anything does."""
+    def promote_due(self, now_us: int) -> bool:
+        """Move due choices to the ready ones. Returns whether there are any ready ones."""
         later = self._later
         while later and later[0][0] <= now_us:
             _, entry, choice = heapq.heappop(later)
@@ -49,8 +49,8 @@ class PlacementQueue:
             heapq.heappop(later)
         return later[0][0] if later else None
 
-    def party(self) -> list[RoutedChoice]:
-        """Takes the first in line out, with everybody of its request who is in line too. Empty: nobody is."""
+    def batch(self) -> list[RoutedChoice]:
+        """Take out the first ready choice and the other ready ones of its request. Empty: none is ready."""
         ready, found = self._ready, list[RoutedChoice]()
         while ready:
             _, order, _, entry, choice = ready[0]
@@ -61,18 +61,18 @@ class PlacementQueue:
                 found.append(choice)
         return found
 
-    def put_back(self, party: list[RoutedChoice]) -> None:
-        for choice in party:
+    def put_back(self, batch: list[RoutedChoice]) -> None:
+        for choice in batch:
             self._line_up(choice)
 
-    def put_off(self, party: list[RoutedChoice], due_us: int) -> None:
-        """They are out of the line until then."""
-        for choice in party:
+    def put_off(self, batch: list[RoutedChoice], due_us: int) -> None:
+        """Make them wait until then."""
+        for choice in batch:
             choice.due_us = due_us
             heapq.heappush(self._later, (due_us, choice.entry, choice))
 
-    def everybody(self) -> list[RoutedChoice]:
-        """In order of arrival."""
+    def all_waiting(self) -> list[RoutedChoice]:
+        """All waiting choices, in order of arrival."""
         entries = [(c.request.order, c.index, c) for _, entry, c in self._later if c.entry == entry]
         entries += [(c.request.order, c.index, c) for *_, entry, c in self._ready if c.entry == entry]
         return [choice for _, _, choice in sorted(entries, key=lambda item: item[:2])]

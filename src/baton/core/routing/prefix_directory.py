@@ -1,7 +1,8 @@
-"""Which instance holds which prefix, by block key; what instances said, and for a short while what is to be expected.
+"""The prefixes cached at each instance, by block key: those it reported and, for a short while, those expected of it.
 
-Each instance has a bit. A key names its whole prefix, so one walk along the keys of a prompt, with a mask of those who had
-all so far, finds the longest prefix of every instance. What one instance is believed to hold is bounded by its pool.
+Each instance has a bit. A key stands for its whole prefix, so one walk along the keys of a prompt, with a mask of the
+instances that had all keys so far, finds the longest prefix of every instance. The keys of one instance are bounded by its
+pool.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from baton.core.engine.change_journal import CachedKeysChanged
 from baton.core.routing.events import Session
 
 ASSUMED_US = 10_000_000
-"""How long a prompt that was placed somewhere is taken to be there before the instance has said so."""
+"""Time for which the prefix of a placed prompt is assumed to be cached before the instance has reported it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -22,9 +23,9 @@ class _Holder:
     bit: int
     keys_max: int
     said: dict[bytes, None] = field(default_factory=dict)
-    """In the order in which they were said: what is too much loses its oldest."""
+    """In the order of the reports; the oldest is dropped when there are too many."""
     assumed: dict[bytes, int] = field(default_factory=dict)
-    """Key → until when."""
+    """Key → time until which it is assumed."""
 
 
 class PrefixDirectory:
@@ -36,7 +37,7 @@ class PrefixDirectory:
         self._expiry: deque[tuple[int, Session, Sequence[bytes]]] = deque()
 
     def __len__(self) -> int:
-        """Keys that instances have said."""
+        """Keys that instances have reported."""
         return len(self._said)
 
     def open(self, session: Session, blocks: int) -> None:
@@ -47,7 +48,7 @@ class PrefixDirectory:
         self._holders[session] = _Holder(bit, blocks)
 
     def close(self, session: Session) -> None:
-        """The session is over: nothing that it said is believed any more."""
+        """The session has ended: forget its keys."""
         holder = self._holders.pop(session)
         del self._by_bit[holder.bit]
         _clear(self._said, holder.said, holder.bit)
@@ -73,7 +74,7 @@ class PrefixDirectory:
             _clear(masks, (oldest,), bit)
 
     def assume(self, session: Session, keys: Sequence[bytes], now_us: int) -> None:
-        """A prompt with these keys was placed there."""
+        """A prompt with these keys was placed at this instance."""
         holder = self._holders[session]
         keys = keys[: holder.keys_max - len(holder.assumed)]
         until_us = now_us + ASSUMED_US
@@ -95,7 +96,7 @@ class PrefixDirectory:
             _clear(self._assumed, over, holder.bit)
 
     def longest(self, keys: Sequence[bytes]) -> dict[Session, int]:
-        """How many leading blocks of these each instance holds; those with none are left out."""
+        """The number of leading blocks that each instance holds; those with none are left out."""
         said, assumed, found = self._said, self._assumed, dict[Session, int]()
         having = -1
         depth = 0

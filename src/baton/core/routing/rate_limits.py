@@ -1,7 +1,7 @@
-"""What a tenant may use, and how many retries the fleet can bear.
+"""Limits of tenants, and of the retries of the whole fleet.
 
-Buckets here may be overdrawn: what a request will cost is known only when it has ended, so a tenant that is in debt waits
-until it is paid off, instead of being cut off in the middle of an answer. Knows tenants and numbers, no requests.
+Buckets here may be overdrawn: the cost of a request is known only when it has ended, so a tenant in debt waits until it is
+paid off, instead of being cut off in the middle of an answer. Works with tenants and numbers, not with requests.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from baton.core.routing.config import RouterConfig
 
 SECOND_US = 1_000_000
 TENANTS_MAX = 4096
-"""Beyond so many, those who owe nothing and have nothing open are forgotten."""
+"""With more tenants than this, those without debt and open choices are forgotten."""
 
 
 class TokenBucket:
@@ -42,13 +42,13 @@ class TokenBucket:
         return self.level(now_us) >= self._size
 
     def debt_us(self, now_us: int) -> int:
-        """How long until nothing is owed."""
+        """Time until the debt is paid off."""
         level = self.level(now_us)
         return 0 if level >= 0 else math.ceil(-level / self._per_second * SECOND_US)
 
 
 class RetryBudget:
-    """Retries of all choices together: beyond the burst they wait their turn, so that a loss is no stampede."""
+    """Limits the retries of all choices together: beyond the burst they wait, so that a loss causes no flood of retries."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._bucket = TokenBucket(config.retry_burst, config.retry_rate, 0)
@@ -70,12 +70,8 @@ class RateLimits:
         self._per_minute = config.key_tokens_per_minute
         self._tenants: dict[str, _Tenant] = {}
 
-    def open_of(self, tenant: str) -> int:
-        known = self._tenants.get(tenant)
-        return 0 if known is None else known.open
-
     def admit(self, tenant: str, choices: int, prompt_tokens: int, now_us: int) -> Refusal | None:
-        """Books a body that has arrived, or says why not."""
+        """Count a request that has arrived, or return the refusal."""
         if self._concurrency is None and self._per_minute is None:
             return None
         account = self._account(tenant, now_us)
@@ -104,7 +100,7 @@ class RateLimits:
             account.tokens.take(generated_tokens, now_us)
 
     def give_back(self, tenant: str | None, prompt_tokens: int) -> None:
-        """A body was declined; its choices are closed one by one."""
+        """A request was declined; its choices are closed one by one."""
         account = None if tenant is None else self._tenants.get(tenant)
         if account is not None and account.tokens is not None:
             account.tokens.give_back(prompt_tokens)

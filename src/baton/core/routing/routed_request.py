@@ -1,4 +1,4 @@
-"""The life of a choice at a router: from attempt to attempt until it has ended, once.
+"""Requests and choices at a router: a choice goes from attempt to attempt until it has ended, once.
 
               ┌───────── refused, lost ─────────┐
               ▼                                 │
@@ -7,14 +7,14 @@
                └───────── lost, yields, moves ─────────┘        │
     every one of them ──end──▶ ENDED ◀──────────────────────────┘
 
-    ABSENT   of a request of an earlier router: no instance has told of it yet
+    ABSENT   of a request of an earlier router: no instance has reported it yet
     WAITING  for a place, or until its next try is due
-    SENT     on its way; the instance has not answered
-    OPEN     an instance works on it
+    SENT     sent to an instance that has not answered
+    OPEN     an instance runs it
     CUT      the client has everything it will get; only the instance's bill is missing
 
-Every attempt after the first goes on after the tokens in `delivered`. Owns the table, the records and what follows from one
-record alone; where a choice goes, and what the client hears of it, is decided elsewhere.
+Every attempt after the first continues after the tokens in `delivered`. Has the table, the records and what follows from one
+record alone; where a choice goes, and what the client gets, is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ TRANSITIONS: dict[tuple[ChoiceState, ChoiceMove], ChoiceState] = {
 }
 
 ABOUT_THE_INSTANCE = (RefusalCode.DRAINING, RefusalCode.QUEUE_FULL, RefusalCode.WRONG_ROLE, RefusalCode.DUPLICATE_ID)
-"""Refusals that another instance, or the same one a little later, need not share."""
+"""Refusals that another instance, or the same one a little later, need not repeat."""
 NO_ROOM = (PdCode.REFUSED, PdCode.PREEMPTED)
 
 
@@ -89,41 +89,41 @@ class RoutedChoice:
     request: RoutedRequest
     index: int
     submission: Submission | None
-    """As the client asked; None while ABSENT."""
+    """As the client submitted it; None while ABSENT."""
     state: ChoiceState = ChoiceState.WAITING
     delivered: list[int] = field(default_factory=list)
-    """Every token that the client was given."""
+    """Every token that was delivered to the client."""
     attempt: Attempt | None = None
-    """The one it is in, while SENT, OPEN or CUT."""
+    """Its current attempt, while SENT, OPEN or CUT."""
     due_us: int = 0
-    """While WAITING: not before."""
+    """While WAITING: not placed before this time."""
     entry: int = 0
     """While WAITING: its number in the placement queue."""
     losses: int = 0
     fruitless: int = 0
-    """Of the losses, the last ones between which no token came."""
+    """Losses in a row without a token between them."""
     lost_with: int = -1
-    """How many tokens it had at the last loss."""
+    """Number of tokens it had at the last loss."""
     preemptions: int = 0
     refusals: int = 0
-    """In a row."""
+    """Refusals in a row."""
     attempts: int = 0
-    """How many it has had, for the bill."""
+    """Number of attempts so far, for the bill."""
     avoid: list[Instance] = field(default_factory=list)
     """Instances that had no room for it."""
     turned_down_by: Instance | None = None
     """The instance that refused it last, or was lost with it."""
     keep: int | None = None
-    """While CUT: how many tokens count."""
+    """While CUT: the number of tokens that count."""
     cached_tokens: int | None = None
     bill: Bill = field(default_factory=Bill)
     began_with: int = 0
     """Tokens that its last attempt started with."""
     keys: list[bytes] | None = None
-    """While WAITING with tokens: the block keys of all that is known."""
+    """While WAITING with tokens: the block keys of all known tokens."""
     outcome: ChoiceOutcome | None = None
     prefill: tuple[FleetMember, int] | None = None
-    """The instance chosen to prefill it and how many tokens, until the first token comes."""
+    """The instance chosen to prefill it and the number of tokens, until the first token comes."""
 
     @property
     def where(self) -> Instance | None:
@@ -141,9 +141,9 @@ class Attempt:
     choices: list[RoutedChoice]
     accepted: bool = False
     began: list[int] = field(default_factory=list)
-    """Choices that the instance has begun with."""
-    givers: dict[int, Instance] = field(default_factory=dict)
-    """By choice: the instance chosen to prefill it, where it is another."""
+    """Choices that the instance has started."""
+    prefillers: dict[int, Instance] = field(default_factory=dict)
+    """Choice → the instance chosen to prefill it, if it is another one."""
 
     def of(self, choice: RoutedChoice) -> ChoiceAttempt:
         return ChoiceAttempt(self.id.request, choice.index, self.id.attempt)
@@ -151,38 +151,38 @@ class Attempt:
     def board(self, choice: RoutedChoice) -> None:
         """The choice is at the instance of this attempt from now on."""
         choice.attempt = self
-        self.member.aboard[choice.request.number, choice.index] = choice
+        self.member.choices[choice.request.number, choice.index] = choice
 
 
 @dataclass(slots=True, eq=False)
 class RoutedRequest:
-    """What a client asked for in one HTTP request, until all of its choices have ended."""
+    """One HTTP request of a client, until all of its choices have ended."""
 
     number: RequestNumber
     tenant: str | None
     """None: no tenant's limits apply."""
     digest: bytes
-    """Of its origin."""
+    """Digest of its origin."""
     origin: bytes
     order: int
-    """Of arrival."""
+    """Order of arrival."""
     arrived_us: int
     deadline_us: int
     priority: int = 0
     choices: list[RoutedChoice] = field(default_factory=list)
     attempts: dict[int, Attempt] = field(default_factory=dict)
-    """By number, in order. Without those that were refused: there is nothing to call back or to forget."""
+    """By number, in order; without refused ones, which need no cancel."""
     attempts_made: int = 0
     opened: bool = False
-    """An instance has taken it, and the client was told."""
+    """An instance has accepted it, and the client was told."""
     orphan: bool = False
     """Of an earlier router, and not claimed by a client."""
     grace_us: int | None = None
-    """Of an earlier router: by when it must be claimed, and all of its choices found."""
+    """Of an earlier router: the time by which it must be claimed and all of its choices found."""
     open_choices: int = 0
-    """Not ended."""
+    """Number of choices that have not ended."""
     keys: dict[RequestId, list[bytes]] = field(default_factory=dict)
-    """By the choice that leads: the block keys of its prompt."""
+    """By the leading choice: the block keys of its prompt."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -191,18 +191,18 @@ class RoutedRequest:
         return sum(prompts.values())
 
     def attempt_at(self, member: FleetMember, choices: list[RoutedChoice]) -> Attempt:
-        """The next attempt, which these choices are about to make."""
+        """Create the next attempt, of these choices."""
         self.attempts_made += 1
         attempt = Attempt(AttemptId(self.number, self.attempts_made), member, self, choices)
         self.attempts[self.attempts_made] = attempt
         return attempt
 
 
-# ── what follows from one record ─────────────────────────────────────────────────────────────────────────────────────────
+# ── functions of one record ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def finished_as(choice: RoutedChoice) -> FinishReason | None:
-    """How it has ended although nobody said so: the last token came, and its instance was lost before the end did."""
+    """Its end, if the last token came and its instance was lost before it reported the end."""
     submission, count = choice.submission, len(choice.delivered)
     if choice.keep is not None:
         return FinishReason.STOP
@@ -215,7 +215,7 @@ def finished_as(choice: RoutedChoice) -> FinishReason | None:
 
 
 def jittered_us(config: RouterConfig, seed: int, request: RequestNumber, nth: int) -> int:
-    """The nth back-off. All choices of a request have the same, so that what left together goes on together."""
+    """The nth back-off. All choices of a request have the same, so that those that left together continue together."""
     full_us = min(config.backoff_us << min(nth - 1, 32), config.backoff_us_max)
     digest = hashlib.blake2b(f"{seed}/{request}/{nth}".encode(), digest_size=4).digest()
     return full_us - full_us * int.from_bytes(digest, "little") // (2 << 32)
@@ -241,7 +241,7 @@ def fault_of_refusal(refusal: Refusal) -> PdFault:
 
 
 def add_bill(choice: RoutedChoice, bill: Bill) -> None:
-    """Add an attempt's bill. What a later attempt computes of what was known before it is computed again."""
+    """Add an attempt's bill. Tokens known before an attempt that it computes count as recomputed."""
     sum_, first = choice.bill, choice.attempts <= 1
     again = 0 if first else min(bill.computed_tokens, max(0, choice.began_with - bill.cached_tokens))
     choice.bill = Bill(
@@ -259,7 +259,7 @@ def add_bill(choice: RoutedChoice, bill: Bill) -> None:
 
 def outcome_of(choice: RoutedChoice, reason: FinishReason, fault: PdFault | None) -> ChoiceOutcome:
     generated = len(choice.delivered) if choice.keep is None else choice.keep
-    # What the client was told with its first token, whatever an attempt before that had found.
+    # Keep what the client was told with its first token, whatever an earlier attempt had found.
     cached = choice.bill.cached_tokens if choice.cached_tokens is None else choice.cached_tokens
     return ChoiceOutcome(reason, generated, replace(choice.bill, attempts=choice.attempts, cached_tokens=cached), fault)
 
@@ -270,9 +270,9 @@ def leads(submission: Submission) -> RequestId:
 
 
 def group_of(choices: Sequence[tuple[RoutedChoice, Submission]], prefill_at: dict[RequestId, str]) -> tuple[Submission, ...]:
-    """The choices of one request as one group that goes on where each of them stopped.
+    """The choices of one request as one group that continues where each of them stopped.
 
-    Their former leader may have ended or be elsewhere: the first one here that has its prompt leads the others.
+    Their former leader may have ended or be elsewhere: the first choice of the group with the same prompt leads the others.
     """
     leaders: dict[RequestId, RequestId] = {}
     group = []

@@ -1,7 +1,7 @@
-"""Opens and ends the requests of clients at a router, and says in `effects` what becomes of each choice.
+"""Opens and ends the requests of clients at a router, and appends to `effects` what each choice needs.
 
 Owns the requests that are open, the placement queue and what the parts of a router share while one event is handled: the
-time, the effects and the counts. `attempts` decides what follows from what instances say, `dispatch` where choices go.
+time, the effects and the counts. `attempts` reacts to the messages of instances, `dispatch` places choices.
 """
 
 from __future__ import annotations
@@ -53,26 +53,26 @@ OVER_MAX = 16_384
 
 
 class MoveCause(Enum):
-    """Why a choice goes on elsewhere."""
+    """The reason why a choice continues elsewhere."""
 
     PREEMPTED = "preempted"
     LOST = "lost"
     DRAINED = "drained"
     REFUSED = "refused"
-    """For a reason of the instance: not counted."""
+    """Because of the instance: not counted."""
     UNFIT = "unfit"
-    """Refused for a reason of its own, after it had run elsewhere."""
+    """Refused because of the request itself, after it had run elsewhere."""
 
 
 @dataclass(slots=True)
 class RouterCounts:
-    """Since the start."""
+    """Counters since the start."""
 
     late: int = 0
-    """Events of sessions, attempts and requests that were over."""
+    """Events of sessions, attempts and requests that had ended."""
     retries: dict[str, int] = field(default_factory=lambda: {cause.value: 0 for cause in MoveCause})
     moved_tokens: int = 0
-    """Generated tokens that travelled with a choice to another instance."""
+    """Generated tokens that were sent with a choice to another instance."""
     suspicions: dict[str, int] = field(default_factory=lambda: {"suspected": 0, "stuck": 0})
     declined: dict[str, int] = field(default_factory=dict)
     """By code of the refusal."""
@@ -90,16 +90,16 @@ class RoutedRequests:
         self.timeline = PhaseTimeline()
         self.now_us = 0
         self.effects: list[RouterEffect] = []
-        """Of the event that is being handled."""
-        self.stirred = False
-        """Something has changed that may let a waiting choice be placed."""
+        """Time of the current event."""
+        self.should_place = False
+        """A change that may allow a waiting choice to be placed."""
         self.by_number: dict[RequestNumber, RoutedRequest] = {}
         self.by_origin: dict[bytes, RoutedRequest] = {}
         """By digest."""
         self.over: OrderedDict[bytes, None] = OrderedDict()
-        """Digests of origins whose requests are over: an instance that comes back with one of them need not keep it."""
+        """Digests of the origins of ended requests: an instance that comes back with one of them need not keep it."""
         self._in_time: dict[RequestNumber, RoutedRequest] = {}
-        """Those whose deadline is to come, in order of it: all have the same time."""
+        """Requests with a deadline in the future, in order of it: all have the same timeout."""
         self._states = StateMachine(TRANSITIONS, "a choice")
         self._arrivals = 0
 
@@ -119,7 +119,7 @@ class RoutedRequests:
         return request
 
     def opened(self, request: RoutedRequest) -> None:
-        """An instance has taken it: its client is told, once."""
+        """An instance has accepted it: tell its client, once."""
         if not request.opened:
             request.opened = True
             self.effects.append(RequestOpened(request.number))
@@ -133,7 +133,7 @@ class RoutedRequests:
         self.end_all(request, FinishReason.ABORT, None)
 
     def decline(self, request: RoutedRequest, code: RefusalCode, text: str) -> None:
-        """No instance has taken it, and none will; it may be asked for again."""
+        """No instance has accepted it, and none will; the client may retry."""
         self.refuse(request, Refusal(code, text, RETRY_AFTER_S))
 
     def refuse(self, request: RoutedRequest, refusal: Refusal) -> None:
@@ -146,7 +146,7 @@ class RoutedRequests:
         self.effects.append(RequestDeclined(number, refusal))
 
     def drop(self, request: RoutedRequest) -> None:
-        """End an orphan that no client claimed; no client is told how it ends."""
+        """End an orphan that no client claimed; no client is told."""
         request.orphan = request.opened = False
         self.counts.orphans_dropped += 1
         self.end_all(request, FinishReason.ABORT, None)
@@ -164,7 +164,7 @@ class RoutedRequests:
             self.close(request)
 
     def close(self, request: RoutedRequest) -> None:
-        """All of it has ended, and its client was told: instances need not keep anything of it."""
+        """All choices have ended and the client was told: instances may drop everything of it."""
         if request.orphan:
             return
         self.timeline.over(request.attempts.values())
@@ -215,23 +215,23 @@ class RoutedRequests:
             self.close(request)
 
     def leave(self, choice: RoutedChoice) -> None:
-        """It is not at its instance any more."""
+        """The choice is not at its instance any more."""
         if choice.attempt is None:
             return
         self.prefilled(choice)
-        del choice.attempt.member.aboard[choice.request.number, choice.index]
+        del choice.attempt.member.choices[choice.request.number, choice.index]
         choice.attempt = None
-        self.stirred = True
+        self.should_place = True
 
     def prefilled(self, choice: RoutedChoice) -> None:
-        """Its prefill is over, or given up: it does not count any more where it was."""
+        """Its prefill has ended, or is given up: it does not count at its instance any more."""
         if choice.prefill is not None:
-            giver, tokens = choice.prefill
-            giver.prefill_tokens -= tokens
+            prefiller, tokens = choice.prefill
+            prefiller.prefill_tokens -= tokens
             choice.prefill = None
 
     def call_back(self, choices: Iterable[RoutedChoice]) -> None:
-        """Instances that are still there need not go on with these."""
+        """Cancel these choices at the instances that still run them."""
         called: dict[Attempt, list[int]] = {}
         for choice in choices:
             if choice.attempt is not None and choice.attempt.id.attempt in choice.request.attempts:

@@ -1,20 +1,20 @@
-"""A router's decisions behind one door: facts go in, orders come out.
+"""A router's decisions as one object: events go in, effects come out.
 
     effects  = router.handle(event, now_us)
     deadline = router.next_deadline()          # when a Due is due; None when there is nothing to wait for
 
 Requests of clients come in, and each of their choices goes from instance to instance until it has ended: the client gets
-every token once and in order, and one end. What is late (of sessions, attempts and requests that are over) is counted and
-means nothing. A request that is left before an instance has taken it gets no answer; every other one is Opened or Declined,
-once.
+every token once and in order, and one end. Late events (of sessions, attempts and requests that have ended) are counted and
+ignored. A request that is cancelled before an instance has accepted it gets no answer; every other one is opened or
+declined, once.
 
-Has no clock, socket or random source: the real node and a simulator drive this same object. Its parts:
+Has no clock, socket or random source: the real router process and the simulator drive this same object. Its parts:
 
-    fleet_members    which instances belong to it, drain, or are taken out
-    routed_requests  requests that are open, and how they end
-    dispatch         takes requests in, and places what waits
-    attempts         what instances say of what was placed there, and retries
-    adoption         what an earlier router left behind
+    fleet_members    instances that have joined, drain, or are removed
+    routed_requests  open requests and their ends
+    dispatch         accepts requests, and places waiting choices
+    attempts         messages of instances about placed choices, and retries
+    adoption         requests of an earlier router
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ from baton.core.routing.routed_requests import RoutedRequests, RouterCounts, soo
 from baton.core.routing.server_absence import ServerAbsence
 
 ADDRESSES_MAX = 256
-"""Givers that a taker is told of."""
+"""Most prefilling peers that a decoding instance is told of."""
 SETTLE_US = 3_000_000
-"""After the start: whoever belonged to a router before this one has called by then."""
+"""Time after the start by which all instances of an earlier router have connected."""
 
 
 class Router:
@@ -70,7 +70,7 @@ class Router:
         self._tick_us = 0
         self._settles_us: int | None = None
 
-    # ── what others may know ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── views ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def waiting(self) -> int:
@@ -89,7 +89,7 @@ class Router:
         return self.fleet.views(self._requests.now_us if now_us is None else now_us)
 
     def moves(self) -> dict[tuple[ChoiceState, ChoiceMove], int]:
-        """How often each transition of a choice was taken; those of instances are the fleet's."""
+        """Number of times each transition of a choice was taken; those of instances are in `fleet`."""
         return self._requests.moves()
 
     def holders(self, key: bytes) -> tuple[Session, ...]:
@@ -100,7 +100,7 @@ class Router:
         """For the laws."""
         return tuple(self._requests.by_number.values())
 
-    # ── the door ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def handle(self, event: RouterEvent, now_us: int) -> list[RouterEffect]:
         requests = self._requests
@@ -132,7 +132,7 @@ class Router:
                 self._adoption.claimed(event)
             case DeadlineCame():
                 self._due()
-        if requests.stirred:
+        if requests.should_place:
             self._dispatcher.place()
         return effects
 
@@ -142,7 +142,7 @@ class Router:
         return sooner(due_us, self._tick_us) if self.fleet.members else due_us
 
     def _wake(self, now_us: int) -> None:
-        """While it is awake something happens at least every beat: after a longer gap, it was not there to listen."""
+        """An awake router has an event at least every beat: a longer gap is time in which it was not awake."""
         gap_us, beat_us = now_us - self._requests.now_us, self.config.beat_us
         self._requests.now_us = now_us
         if self._settles_us is None:
@@ -157,13 +157,13 @@ class Router:
         for suspicion in self.fleet.silent(now_us):
             self._suspect(suspicion.member, suspicion.what, suspicion.why)
         for member in self.fleet.drained_too_long(now_us):
-            self._attempts.clear_out(member)
-        self._tell_takers()
+            self._attempts.move_all(member)
+        self._tell_prefill_peers()
         self._adoption.expire()
         self._requests.end_overdue()
         self._absence.expire()
         self._dispatcher.prefixes.expire(now_us)
-        self._requests.stirred = True
+        self._requests.should_place = True
 
     # ── instances ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -192,11 +192,11 @@ class Router:
         self._dispatcher.prefixes.open(event.session, facts.blocks)
         at = len(self._requests.effects)
         keep = self._adoption.adopt(member, event.held)
-        self._requests.effects.insert(at, AdmitInstance(event.session, keep))  # before anything that names its attempts
+        self._requests.effects.insert(at, AdmitInstance(event.session, keep))  # before anything that refers to its attempts
         self._requests.effects.append(FleetChanged(facts.name, facts.incarnation, "joined", facts.role))
         if member.state is MemberState.DRAINING:
             if not event.draining:
-                self._requests.effects.append(OrderDrain(event.session))  # its connection broke before it could hear that
+                self._requests.effects.append(OrderDrain(event.session))  # its connection broke before it got the order
             self._requests.effects.append(
                 FleetChanged(facts.name, facts.incarnation, "draining", "it was draining when it joined")
             )
@@ -208,7 +208,7 @@ class Router:
         if member is None:
             self.counts.late += 1
         else:
-            in_order = member.state is MemberState.DRAINING and not member.aboard
+            in_order = member.state is MemberState.DRAINING and not member.choices
             self._lose(member, MemberMove.PART, "left" if in_order else "lost", reason)
 
     def _beaten(self, event: HeartbeatCame) -> None:
@@ -243,7 +243,7 @@ class Router:
         self._lose(member, MemberMove.SUSPECT, what, why)
 
     def _lose(self, member: FleetMember, move: MemberMove, what: str, why: str) -> None:
-        """Nothing more will be heard of it: what it had goes on elsewhere."""
+        """The instance is gone: its choices continue elsewhere."""
         self.fleet.remove(member, move)
         self._dispatcher.prefixes.close(member.session)
         self._requests.effects.append(FleetChanged(member.name, member.facts.incarnation, what, why))
@@ -251,16 +251,20 @@ class Router:
         self._regroup()
 
     def _regroup(self) -> None:
-        """Whoever takes is told of a change among those who give; it may be that somebody serves again, or nobody does."""
-        self._tell_takers()
+        """Tell decoding instances of a change among the prefilling ones, and check whether any instance serves."""
+        self._tell_prefill_peers()
         self._absence.watch()
-        self._requests.stirred = True
+        self._requests.should_place = True
 
-    def _tell_takers(self) -> None:
-        """A taker hangs up on givers that it is not told of. So nobody is told too early of too few."""
-        addresses = tuple(giver.facts.peer_address for giver in self.fleet.known_givers)[:ADDRESSES_MAX]
+    def _tell_prefill_peers(self) -> None:
+        """A decoding instance disconnects from peers it is not told of, so it is not told of too few too early."""
+        addresses = tuple(prefiller.facts.peer_address for prefiller in self.fleet.known_prefillers)[:ADDRESSES_MAX]
         settling = self._settles_us is not None and self._requests.now_us < self._settles_us
         for member in self.fleet.members.values():
-            if member.role.takes and member.told != addresses and not (settling and (member.has_kept or not addresses)):
-                member.told = addresses
+            if (
+                member.role.takes
+                and member.told_addresses != addresses
+                and not (settling and (member.has_kept or not addresses))
+            ):
+                member.told_addresses = addresses
                 self._requests.effects.append(TellPrefillPeers(member.session, addresses))

@@ -1,4 +1,4 @@
-"""How long requests wait while no instance serves: those without a token end after `absent_us`."""
+"""Time limit of requests while no instance serves: those without a token end after `absent_us`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class ServerAbsence:
         self._requests = requests
         self._absent_us = requests.config.absent_us
         self._since_us: int | None = None
-        """Since when no instance serves."""
+        """Time since which no instance serves."""
         self.due_us: int | None = None
-        """When the first waiting request has waited long enough for one."""
+        """Time at which the first waiting request has waited long enough."""
 
     def watch(self) -> None:
         """The fleet has changed."""
@@ -35,7 +35,9 @@ class ServerAbsence:
         requests, since_us, due_us = self._requests, self._since_us, self.due_us
         if since_us is None or due_us is None or due_us > requests.now_us:
             return
-        waiting = [c.request for c in requests.queue.everybody() if not any(other.delivered for other in c.request.choices)]
+        waiting = [
+            c.request for c in requests.queue.all_waiting() if not any(other.delivered for other in c.request.choices)
+        ]
         times = []
         text = f"no instance has served for {self._absent_us // 1000} ms"
         for request in dict.fromkeys(waiting):

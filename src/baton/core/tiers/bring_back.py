@@ -1,4 +1,4 @@
-"""Whether KV is brought back or computed again: whichever is quicker, by measured rates."""
+"""Decides whether KV is fetched or computed again: whichever is quicker, by measured rates."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from baton.core.engine.victims import RecoveryRates
 from baton.core.tiers.open_transfers import OpenTransfer, TransferKind
 
 FADING = 0.98
-"""A rate that keeps us from trying is believed a little less each time, so that one bad measurement is not for ever."""
+"""Factor on a rate each time it rules fetching out, so that one bad measurement does not rule it out for ever."""
 BETTER_SHARE, WORSE_SHARE = 0.3, 0.1
-"""Of a measurement in the rate that is believed. It has the machine's hiccups in it, too, and those only make it worse."""
+"""Weight of a measurement in the rate. Disturbances only make a measurement worse, so a worse one weighs less."""
 
 
 class BringBackRule:
@@ -43,10 +43,10 @@ class BringBackRule:
         rates.look_us *= FADING
         return False
 
-    def measure(self, haul: OpenTransfer, now_us: int) -> None:
-        took_us, rates = now_us - haul.began_us, self._rates
-        each = took_us / max(1, len(haul.keys))
-        match haul.kind:
+    def measure(self, transfer: OpenTransfer, now_us: int) -> None:
+        took_us, rates = now_us - transfer.began_us, self._rates
+        each = took_us / max(1, len(transfer.keys))
+        match transfer.kind:
             case TransferKind.IN:
                 rates.copy_us_per_block = _blend(rates.copy_us_per_block, each)
             case TransferKind.GET:

@@ -1,4 +1,4 @@
-"""Leaves a store alone that has failed several times in a row, and tries it again with one order after a while.
+"""Stops orders to a store that has failed several times in a row, and tries it again with one order after a while.
 
 closed ──failures──▶ open ──time──▶ trying (one order only) ──success──▶ closed
                       ▲──────────── failure, twice the time ──┘
@@ -14,10 +14,10 @@ class CircuitBreaker:
         self._retry_us = retry_us
         self._failures = 0
         self._until_us: int | None = None
-        """Open until then; None: closed."""
+        """Open until this time; None: closed."""
         self._trying = False
         self.opened = 0
-        """How often."""
+        """Number of times it opened."""
 
     @property
     def is_open(self) -> bool:
@@ -42,7 +42,7 @@ class CircuitBreaker:
         if self.is_open and self._trying:
             self._retry_us = min(2 * self._retry_us, self._retry_us_max)
         elif self.is_open or self._failures < self._failures_max:
-            return  # one more of those that were under way when it opened, or not enough of them yet
+            return  # one of those in progress when it opened, or not enough failures yet
         else:
             self.opened += 1
         self._until_us, self._trying = now_us + self._retry_us, False

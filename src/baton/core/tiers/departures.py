@@ -1,4 +1,4 @@
-"""Requests that go elsewhere and wait until what they leave behind is stored, or will not be, within a time limit."""
+"""Requests that continue elsewhere wait, up to a time limit, until their KV is stored or will not be."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class Departures:
         return (departure.until_us for departure in self._departures.values())
 
     def depart(self, serial: Serial, keys: Sequence[Key], now_us: int) -> None:
-        """Say when the store has these, or will not get them: Departed comes in any case, within the time limit."""
+        """Emit Departed when the store has these keys or will not get them, at the latest after the time limit."""
         self._departures[serial] = _Departure(set(keys), now_us + self._limit_us)
 
     def forget(self, serial: Serial) -> None:
-        """Departed does not come."""
+        """Emit no Departed for it."""
         del self._departures[serial]
 
     def settle(self, key: Key) -> None:
-        """The store has it, or will not get it."""
+        """The store has this key, or will not get it."""
         for serial, departure in list(self._departures.items()):
             departure.keys.discard(key)
             if not departure.keys:
@@ -48,7 +48,7 @@ class Departures:
             self._depart_now(serial)
 
     def give_up(self) -> None:
-        """The store takes nothing any more: end every wait."""
+        """The store is not available: end every wait."""
         for serial in list(self._departures):
             self._depart_now(serial)
 

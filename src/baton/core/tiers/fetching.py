@@ -1,4 +1,4 @@
-"""Brings KV from the store: store ──Look, Get──▶ host, while a request waits in the queue. No block is held for it."""
+"""Fetches KV from the store: store ──Look, Get──▶ host, while a request waits in the queue. Holds no device block."""
 
 from __future__ import annotations
 
@@ -16,115 +16,126 @@ from baton.core.tiers.transfers import Get, Look, TransferId
 
 
 @dataclass(slots=True)
-class _Seek:
-    """What is brought from the store for a request that waits."""
+class _Prefetch:
+    """A fetch from the store for a waiting request."""
 
     waits_for: set[TransferId]
     until_us: int
     wanted: deque[Key] = field(default_factory=deque)
-    """Which the store has, and no order fetches yet."""
+    """Keys that the store has and no order fetches yet."""
 
 
 class KvFetching:
     def __init__(
-        self, hauls: OpenTransfers, bring_back: BringBackRule, stored: StoredKeys, saving: KvSaving, departures: Departures
+        self,
+        transfers: OpenTransfers,
+        bring_back: BringBackRule,
+        stored: StoredKeys,
+        saving: KvSaving,
+        departures: Departures,
     ) -> None:
-        self._hauls = hauls
-        self._config = hauls.config
+        self._transfers = transfers
+        self._config = transfers.config
         self._bring_back = bring_back
         self._stored = stored
         self._saving = saving
         self._departures = departures
-        self._seeks: dict[Hashable, _Seek] = {}
+        self._prefetches: dict[Hashable, _Prefetch] = {}
 
     def __len__(self) -> int:
-        return len(self._seeks)
+        return len(self._prefetches)
 
     def deadlines(self) -> Iterator[int]:
-        return (seek.until_us for seek in self._seeks.values())
+        return (prefetch.until_us for prefetch in self._prefetches.values())
 
-    def seek(self, seeker: Hashable, keys: Sequence[Key]) -> bool:
-        """Bring what the store has of these keys, which continue what is here, into host memory. False: not now."""
-        hauls, config = self._hauls, self._config
-        if not keys or seeker in self._seeks:
+    def prefetch(self, requester: Hashable, keys: Sequence[Key]) -> bool:
+        """Fetch into host memory what the store has of these keys, which follow the prefix that is here. False: not now."""
+        transfers, config = self._transfers, self._config
+        if not keys or requester in self._prefetches:
             return True
-        # Where getting is tried with one order only, so is looking: it would have to wait for that one.
-        if not (hauls.may_ask(TransferKind.LOOK) and hauls.breakers[TransferKind.GET].allows(hauls.now_us)):
+        # While one GET is being tried, no look-up is made either: its result would have to wait for that one.
+        if not (transfers.may_ask(TransferKind.LOOK) and transfers.breakers[TransferKind.GET].allows(transfers.now_us)):
             return False
         if not self._bring_back.fetches(len(keys)):
             return True
-        haul = hauls.begin(TransferKind.LOOK, tuple(keys), config.look_us, seeker=seeker)
-        self._seeks[seeker] = _Seek({haul}, hauls.now_us + config.look_us + config.get_us)
-        hauls.order(Look(haul, tuple(keys)))
+        transfer = transfers.begin(TransferKind.LOOK, tuple(keys), config.look_us, requester=requester)
+        self._prefetches[requester] = _Prefetch({transfer}, transfers.now_us + config.look_us + config.get_us)
+        transfers.order(Look(transfer, tuple(keys)))
         return True
 
-    def is_seeking(self, seeker: Hashable) -> bool:
-        return seeker in self._seeks
+    def is_prefetching(self, requester: Hashable) -> bool:
+        return requester in self._prefetches
 
-    def forget(self, seeker: Hashable) -> None:
-        """It does not wait any more; what is under way goes on, and is there for others."""
-        self._seeks.pop(seeker, None)
+    def forget(self, requester: Hashable) -> None:
+        """The request does not wait any more; orders in progress go on, for others."""
+        self._prefetches.pop(requester, None)
 
-    def looked(self, haul: OpenTransfer, came: Sequence[bool]) -> None:
+    def looked(self, transfer: OpenTransfer, came: Sequence[bool]) -> None:
         there = leading(came)
-        for key in haul.keys[:there]:
+        for key in transfer.keys[:there]:
             self._saving.note_stored(key)
-        self._stored.forget(haul.keys[there:])
-        seek = self._seeks.get(haul.seeker)
-        if seek is None:
+        self._stored.forget(transfer.keys[there:])
+        prefetch = self._prefetches.get(transfer.requester)
+        if prefetch is None:
             return
-        seek.wanted.extend(haul.keys[:there])
+        prefetch.wanted.extend(transfer.keys[:there])
         self.get_some()
 
     def get_some(self) -> None:
-        """Order what is wanted, as far as the store may be asked."""
-        for seek in self._seeks.values():
-            while seek.wanted and self._hauls.may_ask(TransferKind.GET):
-                self._get(seek)
+        """Order GETs for wanted keys, as far as the store may be asked."""
+        for prefetch in self._prefetches.values():
+            while prefetch.wanted and self._transfers.may_ask(TransferKind.GET):
+                self._get(prefetch)
 
-    def _get(self, seek: _Seek) -> None:
-        """The next few that are wanted; those that are on their way already are only waited for."""
-        hauls, keys = self._hauls, list[Key]()
-        while seek.wanted and len(keys) < self._config.haul_blocks:
-            key = seek.wanted.popleft()
-            if key in hauls.filling:
-                seek.waits_for.add(hauls.filling[key])
-            elif key not in hauls.host:
+    def _get(self, prefetch: _Prefetch) -> None:
+        """Order the next few wanted keys; those already being fetched are only waited for."""
+        transfers, keys = self._transfers, list[Key]()
+        while prefetch.wanted and len(keys) < self._config.transfer_blocks:
+            key = prefetch.wanted.popleft()
+            if key in transfers.filling:
+                prefetch.waits_for.add(transfers.filling[key])
+            elif key not in transfers.host:
                 keys.append(key)
-        rows = hauls.host.take(keys)
+        rows = transfers.host.take(keys)
         if len(rows) < len(keys):
-            seek.wanted.clear()  # no room: what would come after a gap is of no use
+            prefetch.wanted.clear()  # no room: blocks after a gap are of no use
         if len(rows):
             taken = tuple(keys[: len(rows)])
-            haul = hauls.begin(TransferKind.GET, taken, self._config.get_us)
-            seek.waits_for.add(haul)
-            hauls.order(Get(haul, taken, rows))
+            transfer = transfers.begin(TransferKind.GET, taken, self._config.get_us)
+            prefetch.waits_for.add(transfer)
+            transfers.order(Get(transfer, taken, rows))
 
-    def got(self, haul: OpenTransfer, came: Sequence[bool]) -> None:
-        self._hauls.fill(haul, came)
-        self._hauls.counts["fetched"] += sum(came)
-        for key, is_there in zip(haul.keys, came, strict=True):
+    def got(self, transfer: OpenTransfer, came: Sequence[bool]) -> None:
+        self._transfers.fill(transfer, came)
+        self._transfers.counts["fetched"] += sum(came)
+        for key, is_there in zip(transfer.keys, came, strict=True):
             if is_there:
                 self._saving.note_stored(key)
             else:
                 self._stored.forget([key])
                 self._departures.settle(key)
         if False in came:
-            for seek in self._seeks.values():
-                if haul.haul in seek.waits_for:
-                    seek.wanted.clear()  # what comes after a gap is of no use
+            for prefetch in self._prefetches.values():
+                if transfer.id in prefetch.waits_for:
+                    prefetch.wanted.clear()  # blocks after a gap are of no use
 
-    def over(self, haul: OpenTransfer) -> None:
-        """Those who waited for this haul wait for it no more."""
-        for seek in self._seeks.values():
-            seek.waits_for.discard(haul.haul)
+    def over(self, transfer: OpenTransfer) -> None:
+        """This transfer has ended: no fetch waits for it any more."""
+        for prefetch in self._prefetches.values():
+            prefetch.waits_for.discard(transfer.id)
 
     def expire(self) -> None:
-        for seeker in [seeker for seeker, seek in self._seeks.items() if seek.until_us <= self._hauls.now_us]:
-            del self._seeks[seeker]
+        for requester in [
+            requester for requester, prefetch in self._prefetches.items() if prefetch.until_us <= self._transfers.now_us
+        ]:
+            del self._prefetches[requester]
 
-    def end_seeks(self) -> None:
-        """Let those go on for whom nothing is under way, and nothing more can be fetched."""
-        gone = not self._hauls.breakers[TransferKind.GET].allows(self._hauls.now_us)
-        for seeker in [seeker for seeker, seek in self._seeks.items() if not seek.waits_for and (gone or not seek.wanted)]:
-            del self._seeks[seeker]
+    def end_prefetches(self) -> None:
+        """End fetches that have no transfer in progress and cannot order any more."""
+        gone = not self._transfers.breakers[TransferKind.GET].allows(self._transfers.now_us)
+        for requester in [
+            requester
+            for requester, prefetch in self._prefetches.items()
+            if not prefetch.waits_for and (gone or not prefetch.wanted)
+        ]:
+            del self._prefetches[requester]

@@ -1,11 +1,10 @@
-"""Which row of host memory holds the KV of which prefix: the ledger of the second tier.
+"""Rows of host memory and the prefixes whose KV they hold: the ledger of the second tier.
 
-A row is *free*, *filling* (a haul writes it; it is found by nobody), or *ready* under one key. A ready row that hauls read
-keeps its place until they have let go; any other goes when room is needed, least recently used first. Looking up changes
-nothing; `take` is the only thing that evicts.
+A row is *free*, *filling* (a transfer writes it; look-ups do not find it), or *ready* under one key. A ready row is not
+evicted while a transfer reads it; other ready rows are evicted when room is needed, least recently used first. Looking up
+changes nothing; only `take` evicts.
 
-Rows that became ready together are kept so that the deeper of a chain is the older: without what comes before it, it is of
-no use.
+Of rows that became ready together, the deeper one of a chain counts as older: it is of no use without those before it.
 """
 
 from __future__ import annotations
@@ -49,11 +48,11 @@ class HostRows:
         return np.array(rows, dtype=np.int32)
 
     def row_of(self, key: Key) -> int | None:
-        """Of a ready one."""
+        """The row of a ready key."""
         return self._ready.get(key)
 
     def take(self, keys: Sequence[Key]) -> Int32s:
-        """Rows to fill, for as many of these unknown keys, from the first on, as there is room for."""
+        """Take rows to fill for these keys, which have none: for as many from the first on as there is room."""
         self._evict(len(keys) - len(self._free))
         taken = []
         for key in keys[: len(self._free)]:
@@ -64,27 +63,27 @@ class HostRows:
         return np.array(taken, dtype=np.int32)
 
     def filled(self, keys: Sequence[Key]) -> None:
-        """These rows, given in sequence order, hold what they should."""
+        """These rows, given in sequence order, are filled."""
         for key in reversed(keys):
             self._ready[key] = self._filling.pop(key)
 
     def spoilt(self, keys: Iterable[Key]) -> None:
-        """Nothing came of filling these, and nobody writes to their rows any more."""
+        """Filling these failed, and nothing writes to their rows any more."""
         self._free.extend(self._filling.pop(key) for key in keys)
 
     def touch(self, keys: Sequence[Key]) -> None:
-        """These ready ones, given in sequence order, are of use."""
+        """These ready keys, given in sequence order, were used."""
         for key in reversed(keys):
             self._ready.move_to_end(key)
 
     def read(self, keys: Sequence[Key]) -> None:
-        """A haul reads these ready rows."""
+        """A transfer reads these ready rows."""
         self.touch(keys)
         for key in keys:
             self._readers[self._ready[key]] += 1
 
     def let_go(self, keys: Iterable[Key]) -> None:
-        """The haul reads them no more."""
+        """The transfer does not read them any more."""
         for key in keys:
             row = self._ready[key]
             if not self._readers[row]:
@@ -99,7 +98,7 @@ class HostRows:
             self._free.append(self._ready.pop(key))
 
     def audit(self, reading: Sequence[Key]) -> None:
-        """For the laws: every row is in one place, and has as many readers as hauls that read it."""
+        """For the laws: every row is in one place, and has as many readers as transfers that read it."""
         rows = sorted([*self._free, *self._filling.values(), *self._ready.values()])
         if rows != list(range(self.rows)):
             raise InvariantViolated("a row of host memory is in two places, or in none")
@@ -107,4 +106,4 @@ class HostRows:
         for key in reading:
             readers[self._ready[key]] += 1
         if readers != self._readers:
-            raise InvariantViolated("rows of host memory have other numbers of readers than hauls that read them")
+            raise InvariantViolated("rows of host memory have other numbers of readers than transfers that read them")

@@ -13,26 +13,26 @@ from baton.core.tiers.transfers import CopyIn
 
 
 class KvLoading:
-    def __init__(self, hauls: OpenTransfers, outcomes: list[Outcome]) -> None:
-        self._hauls = hauls
+    def __init__(self, transfers: OpenTransfers, outcomes: list[Outcome]) -> None:
+        self._transfers = transfers
         self._outcomes = outcomes
 
     def load(self, serial: Serial, keys: Sequence[Key], rows: Int32s, blocks: Int32s) -> None:
-        """Copy these rows, which hold what the keys name, into blocks of its own. Loaded comes when it is over."""
-        hauls = self._hauls
-        haul = hauls.begin(TransferKind.IN, tuple(keys), hauls.config.copy_us, blocks, serial=serial)
-        hauls.host.read(keys)
-        hauls.order(CopyIn(haul, rows, blocks))
+        """Copy these rows, which hold the blocks of `keys`, into the request's blocks. Loaded follows at its end."""
+        transfers = self._transfers
+        transfer = transfers.begin(TransferKind.IN, tuple(keys), transfers.config.copy_us, blocks, serial=serial)
+        transfers.host.read(keys)
+        transfers.order(CopyIn(transfer, rows, blocks))
 
     def give_up(self, serial: Serial) -> None:
-        """Fence its copy. Loaded still comes, when nothing writes to the blocks."""
-        for haul in self._hauls:
-            if haul.serial == serial and not haul.fencing:
-                self._hauls.fence(haul)
+        """Fence its copy. Loaded still follows, once nothing writes to the blocks."""
+        for transfer in self._transfers:
+            if transfer.serial == serial and not transfer.fencing:
+                self._transfers.fence(transfer)
 
-    def copied_in(self, haul: OpenTransfer, came: Sequence[bool]) -> None:
-        self._hauls.host.let_go(haul.keys)
+    def copied_in(self, transfer: OpenTransfer, came: Sequence[bool]) -> None:
+        self._transfers.host.let_go(transfer.keys)
         blocks = leading(came)
-        self._hauls.counts["loaded"] += blocks
-        if haul.serial is not None:
-            self._outcomes.append(Loaded(haul.serial, blocks))
+        self._transfers.counts["loaded"] += blocks
+        if transfer.serial is not None:
+            self._outcomes.append(Loaded(transfer.serial, blocks))

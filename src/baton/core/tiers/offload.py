@@ -1,11 +1,11 @@
-"""KV outside the pool: what is saved, what is looked for, what is brought back, and until when each of it may take.
+"""KV outside the pool: saving, prefetching and loading it, each within a time limit.
 
-    save    device ──CopyOut──▶ host ──Put──▶ store     when a request leaves its slot; `saving`, `departures`
-    seek    store ──Look, Get──▶ host                   while a request waits in the queue; `fetching`
-    load    host ──CopyIn──▶ device                     when it is admitted, into blocks of its own; `loading`
+    save      device ──CopyOut──▶ host ──Put──▶ store     when a request leaves its slot; `saving`, `departures`
+    prefetch  store ──Look, Get──▶ host                   while a request waits in the queue; `fetching`
+    load      host ──CopyIn──▶ device                     when it is admitted, into blocks of its own; `loading`
 
-`Tiers` composes these parts and leads answers and time to them. Nothing here waits, and nothing evicts while it looks. Bytes
-are the driver's: `transfers` has what it is told and answers.
+`Tiers` composes these parts and passes answers and time to them. Nothing here blocks, and look-ups evict nothing. The driver
+moves the bytes: `transfers` has the orders to it and its answers.
 """
 
 from __future__ import annotations
@@ -37,171 +37,171 @@ NO_STORAGE = StorageGauges()
 class Tiers:
     def __init__(self, config: WorkerConfig, pool: BlockPool, rates: RecoveryRates) -> None:
         self._outcomes: list[Outcome] = []
-        self._hauls = OpenTransfers(config.tiers)
-        self._bring_back = BringBackRule(config, rates, self._hauls.counts)
+        self._transfers = OpenTransfers(config.tiers)
+        self._bring_back = BringBackRule(config, rates, self._transfers.counts)
         self._stored = StoredKeys(config.tiers.host_rows)
         self._departures = Departures(config.tiers.depart_us, self._outcomes)
-        self._saving = KvSaving(self._hauls, pool, self._bring_back, self._stored, self._departures)
-        self._fetching = KvFetching(self._hauls, self._bring_back, self._stored, self._saving, self._departures)
-        self._loading = KvLoading(self._hauls, self._outcomes)
-        self.host = self._hauls.host
+        self._saving = KvSaving(self._transfers, pool, self._bring_back, self._stored, self._departures)
+        self._fetching = KvFetching(self._transfers, self._bring_back, self._stored, self._saving, self._departures)
+        self._loading = KvLoading(self._transfers, self._outcomes)
+        self.host = self._transfers.host
         self.saves_preempted = config.tiers.save_preempted
-        """Whether the KV of a preempted request is kept."""
+        """Whether the KV of a preempted request is saved."""
 
-    # ── what others may know ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── views ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def gauges(self) -> StorageGauges:
-        breakers = self._hauls.breakers.values()
+        breakers = self._transfers.breakers.values()
         now = {
             "host_rows": self.host.rows,
             "host_used": self.host.used,
-            "hauls": len(self._hauls),
+            "transfers": len(self._transfers),
             "breaker_open": int(any(breaker.is_open for breaker in breakers)),
             "breaker_opened": sum(breaker.opened for breaker in breakers),
         }
-        return StorageGauges(**{**self._hauls.counts, **now})
+        return StorageGauges(**{**self._transfers.counts, **now})
 
     def open(self) -> tuple[OpenTransfer, ...]:
         """For the laws."""
-        return tuple(self._hauls)
+        return tuple(self._transfers)
 
     @property
     def busy(self) -> bool:
-        """Whether something is being saved. What waits for its turn waits for one of these, or for a store that is gone."""
-        return any(haul.kind in (TransferKind.OUT, TransferKind.PUT) for haul in self._hauls)
+        """Whether KV is being saved. What is still to be stored waits for one of these, or for the store to return."""
+        return any(transfer.kind in (TransferKind.OUT, TransferKind.PUT) for transfer in self._transfers)
 
     def next_deadline(self) -> int | None:
-        if not (self._hauls or self._fetching or self._departures):
-            return None  # as most of the time, and this is asked several times an event
-        hauls = (haul.deadline_us for haul in self._hauls if not haul.fencing)
-        return min((*hauls, *self._fetching.deadlines(), *self._departures.deadlines()), default=None)
+        if not (self._transfers or self._fetching or self._departures):
+            return None  # the usual case, and this is called several times an event
+        transfers = (transfer.deadline_us for transfer in self._transfers if not transfer.fencing)
+        return min((*transfers, *self._fetching.deadlines(), *self._departures.deadlines()), default=None)
 
     def take_orders(self) -> list[StorageEffect]:
-        return self._hauls.take_orders()
+        return self._transfers.take_orders()
 
     def take_outcomes(self) -> list[Outcome]:
-        """What has happened since the last call; to be asked for after whatever may have had an effect here."""
+        """Outcomes since the last call; call it after every call that may have caused one."""
         outcomes = self._outcomes.copy()
         self._outcomes.clear()
         return outcomes
 
-    # ── what the scheduler asks for ──────────────────────────────────────────────────────────────────────────────────────
+    # ── calls of the scheduler ───────────────────────────────────────────────────────────────────────────────────────────
 
     def save(self, blocks: Int32s, preempted: bool, now_us: int) -> list[Key]:
-        """Save these blocks, given in sequence order. Answers the keys that the store is to have and has not yet."""
-        self._hauls.now_us = now_us
+        """Save these blocks, given in sequence order. Returns the keys that the store will get and lacks."""
+        self._transfers.now_us = now_us
         return self._saving.save(blocks, preempted)
 
     def depart(self, serial: Serial, keys: Sequence[Key], now_us: int) -> None:
-        """Say when the store has these, or will not get them: Departed comes in any case, within the time limit."""
+        """Emit Departed when the store has these keys or will not get them, at the latest after the time limit."""
         self._departures.depart(serial, keys, now_us)
 
     def forget_departure(self, serial: Serial) -> None:
-        """Departed does not come."""
+        """Emit no Departed for it."""
         self._departures.forget(serial)
 
     def brings_back(self, blocks: int) -> bool:
         """Whether to copy `blocks` from host memory rather than compute them; a refusal is counted."""
         return self._bring_back.copies(blocks)
 
-    def seek(self, seeker: Hashable, keys: Sequence[Key], now_us: int) -> bool:
-        """Bring what the store has of these keys, which continue what is here, into host memory. False: not now."""
-        self._hauls.now_us = now_us
-        return self._fetching.seek(seeker, keys)
+    def prefetch(self, requester: Hashable, keys: Sequence[Key], now_us: int) -> bool:
+        """Fetch into host memory what the store has of these keys, which follow the prefix that is here. False: not now."""
+        self._transfers.now_us = now_us
+        return self._fetching.prefetch(requester, keys)
 
-    def is_seeking(self, seeker: Hashable) -> bool:
-        return self._fetching.is_seeking(seeker)
+    def is_prefetching(self, requester: Hashable) -> bool:
+        return self._fetching.is_prefetching(requester)
 
-    def forget_seeker(self, seeker: Hashable) -> None:
-        """It does not wait any more; what is under way goes on, and is there for others."""
-        self._fetching.forget(seeker)
+    def forget_prefetch(self, requester: Hashable) -> None:
+        """The request does not wait any more; orders in progress go on, for others."""
+        self._fetching.forget(requester)
 
     def is_known_stored(self, key: Key) -> bool:
-        return self._stored.has(key, self._hauls.now_us)
+        return self._stored.has(key, self._transfers.now_us)
 
     def load(self, serial: Serial, keys: Sequence[Key], rows: Int32s, blocks: Int32s, now_us: int) -> None:
-        """Copy these rows, which hold what the keys name, into blocks of its own. Loaded comes when it is over."""
-        self._hauls.now_us = now_us
+        """Copy these rows, which hold the blocks of `keys`, into the request's blocks. Loaded follows at its end."""
+        self._transfers.now_us = now_us
         self._loading.load(serial, keys, rows, blocks)
 
     def give_up_load(self, serial: Serial) -> None:
-        """Fence its copy. Loaded still comes, when nothing writes to the blocks."""
+        """Fence its copy. Loaded still follows, once nothing writes to the blocks."""
         self._loading.give_up(serial)
 
     # ── answers and time ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def handle(self, event: StorageEvent, now_us: int) -> None:
-        self._hauls.now_us = now_us
-        haul = self._hauls.get(event.haul)
-        if haul is not None:
-            self._ended(haul, event)
+        self._transfers.now_us = now_us
+        transfer = self._transfers.get(event.transfer)
+        if transfer is not None:
+            self._ended(transfer, event)
         self._go_on()
 
     def expire(self, now_us: int) -> None:
-        """Fence what is late, and end waits that have lasted long enough."""
-        hauls = self._hauls
-        hauls.now_us = now_us
-        for haul in hauls.late():
-            hauls.counts["late"] += 1
-            hauls.fence(haul)
-            self._bring_back.measure(haul, now_us)
-            if haul.kind in OF_STORE:
-                self._has_failed(haul.kind)
-                self._fetching.over(haul)
-            if haul.kind is TransferKind.GET:
-                self._stored.forget(haul.keys)
+        """Fence late transfers, and end waits whose time is over."""
+        transfers = self._transfers
+        transfers.now_us = now_us
+        for transfer in transfers.late():
+            transfers.counts["late"] += 1
+            transfers.fence(transfer)
+            self._bring_back.measure(transfer, now_us)
+            if transfer.kind in OF_STORE:
+                self._has_failed(transfer.kind)
+                self._fetching.over(transfer)
+            if transfer.kind is TransferKind.GET:
+                self._stored.forget(transfer.keys)
         self._fetching.expire()
         self._departures.expire(now_us)
         self._go_on()
 
     def _go_on(self) -> None:
-        """Whatever ended may be what the next orders waited for; no request waits for a store that is given up."""
+        """Order what waited for the transfer that ended, and end waits for a store that is unavailable."""
         self._saving.put_some()
         self._fetching.get_some()
-        if self._hauls.breakers[TransferKind.PUT].is_open:
+        if self._transfers.breakers[TransferKind.PUT].is_open:
             self._departures.give_up()
-        self._fetching.end_seeks()
+        self._fetching.end_prefetches()
 
-    def _ended(self, haul: OpenTransfer, event: StorageEvent) -> None:
-        """The driver has let go of it, whatever came of it."""
-        self._hauls.close(haul)
-        came = event.came if isinstance(event, TransferDone) else (False,) * len(haul.keys)
-        if not haul.fencing:
-            self._judge_driver(haul, event)
-        match haul.kind:
+    def _ended(self, transfer: OpenTransfer, event: StorageEvent) -> None:
+        """The driver has released the transfer, whatever its result."""
+        self._transfers.close(transfer)
+        came = event.came if isinstance(event, TransferDone) else (False,) * len(transfer.keys)
+        if not transfer.fencing:
+            self._judge_driver(transfer, event)
+        match transfer.kind:
             case TransferKind.OUT:
-                self._saving.copied_out(haul, came)
+                self._saving.copied_out(transfer, came)
             case TransferKind.IN:
-                self._loading.copied_in(haul, came)
+                self._loading.copied_in(transfer, came)
             case TransferKind.LOOK:
-                if not haul.fencing:
-                    self._fetching.looked(haul, came)
+                if not transfer.fencing:
+                    self._fetching.looked(transfer, came)
             case TransferKind.GET:
-                self._fetching.got(haul, came)
+                self._fetching.got(transfer, came)
             case TransferKind.PUT:
-                self._saving.has_put(haul, came)
-        self._fetching.over(haul)
+                self._saving.has_put(transfer, came)
+        self._fetching.over(transfer)
 
-    def _judge_driver(self, haul: OpenTransfer, event: StorageEvent) -> None:
+    def _judge_driver(self, transfer: OpenTransfer, event: StorageEvent) -> None:
         failed = isinstance(event, TransferFailed | TransferFenced)
-        self._hauls.counts["failed"] += failed
+        self._transfers.counts["failed"] += failed
         if not failed:
-            self._bring_back.measure(haul, self._hauls.now_us)
-        if haul.kind in OF_STORE:
+            self._bring_back.measure(transfer, self._transfers.now_us)
+        if transfer.kind in OF_STORE:
             if failed:
-                self._has_failed(haul.kind)
+                self._has_failed(transfer.kind)
             else:
-                self._hauls.breakers[haul.kind].succeeded()
+                self._transfers.breakers[transfer.kind].succeeded()
 
     def _has_failed(self, kind: TransferKind) -> None:
-        breaker = self._hauls.breakers[kind]
-        breaker.failed(self._hauls.now_us)
+        breaker = self._transfers.breakers[kind]
+        breaker.failed(self._transfers.now_us)
         if breaker.is_open:
-            self._stored.clear()  # it may come back empty
+            self._stored.clear()  # the store may have lost everything
 
 
 class NoTiers:
-    """There is no KV outside the pool: nothing is saved, found or brought back."""
+    """For an engine without host memory: nothing is saved, found or brought back."""
 
     saves_preempted = False
     busy = False
@@ -238,20 +238,20 @@ class NoTiers:
         del blocks
         return False
 
-    def seek(self, seeker: Hashable, keys: Sequence[Key], now_us: int) -> bool:
-        del seeker, keys, now_us
+    def prefetch(self, requester: Hashable, keys: Sequence[Key], now_us: int) -> bool:
+        del requester, keys, now_us
         return True
 
-    def is_seeking(self, seeker: Hashable) -> bool:
-        del seeker
+    def is_prefetching(self, requester: Hashable) -> bool:
+        del requester
         return False
 
     def is_known_stored(self, key: Key) -> bool:
         del key
         return False
 
-    def forget_seeker(self, seeker: Hashable) -> None:
-        """Nothing is sought."""
+    def forget_prefetch(self, requester: Hashable) -> None:
+        """Nothing is fetched."""
 
     def load(self, serial: Serial, keys: Sequence[Key], rows: Int32s, blocks: Int32s, now_us: int) -> None:
         del keys, rows, blocks, now_us

@@ -1,8 +1,8 @@
-"""Orders to the driver that are under way, in numbers that are never reused.
+"""Transfers in progress, under ids that are never reused.
 
-An order has a time limit. One that is late is fenced, and only when that is answered are its blocks and rows used for
-something else: a slow copy and a dead one take the same path. Orders to the store are bounded for each kind, and a store
-that fails or is late several times in a row is left alone for a while.
+A transfer has a time limit. A late one is fenced, and its blocks and rows are reused only after the fence is answered:
+a slow copy and a dead one take the same path. Orders to the store are bounded for each kind, and a store that fails or is
+late several times in a row gets no orders for a while.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ class TransferKind(Enum):
 
 OF_STORE = (TransferKind.LOOK, TransferKind.GET, TransferKind.PUT)
 FILLS = (TransferKind.OUT, TransferKind.GET)
-"""Hauls that write rows."""
+"""Kinds that write rows of host memory."""
 READS = (TransferKind.IN, TransferKind.PUT)
-"""Hauls that read rows."""
+"""Kinds that read rows of host memory."""
 
 
 @dataclass(slots=True)
 class OpenTransfer:
-    haul: TransferId
+    id: TransferId
     kind: TransferKind
     keys: tuple[Key, ...]
     began_us: int
     deadline_us: int
     blocks: Int32s = field(default_factory=lambda: NO_INT32S)
     serial: Serial | None = None
-    """IN: whose."""
-    seeker: Hashable = None
-    """LOOK: who wants to know."""
+    """IN: the request that it is for."""
+    requester: Hashable = None
+    """LOOK: the request that it is for."""
     fencing: bool = False
 
 
@@ -57,17 +57,17 @@ class OpenTransfers:
         self.host = HostRows(config.host_rows)
         self.now_us = 0
         self.counts: Counter[str] = Counter()
-        """By names of `StorageGauges`."""
+        """Counters of `StorageGauges`, by field name."""
         limits = config.failures_max, config.retry_us, config.retry_us_max
         self.breakers = {kind: CircuitBreaker(*limits) for kind in OF_STORE}
-        """One for each kind of order: a store may answer looks and hang in everything else."""
+        """One for each kind of order: a store may answer look-ups and hang in everything else."""
         self.filling: dict[Key, TransferId] = {}
-        """Which haul brings a key into host memory."""
+        """Key → the transfer that brings it into host memory."""
         self._open: dict[TransferId, OpenTransfer] = {}
         self._at_store = dict.fromkeys(OF_STORE, 0)
-        """Orders to the store that are open, of each kind."""
+        """Open orders to the store, by kind."""
         self._orders: list[StorageEffect] = []
-        self._next_haul = 0
+        self._next_id = 0
 
     def __len__(self) -> int:
         return len(self._open)
@@ -75,15 +75,15 @@ class OpenTransfers:
     def __iter__(self) -> Iterator[OpenTransfer]:
         return iter(self._open.values())
 
-    def get(self, haul: TransferId) -> OpenTransfer | None:
-        return self._open.get(haul)
+    def get(self, transfer: TransferId) -> OpenTransfer | None:
+        return self._open.get(transfer)
 
     def late(self) -> list[OpenTransfer]:
-        return [haul for haul in self if not haul.fencing and haul.deadline_us <= self.now_us]
+        return [transfer for transfer in self if not transfer.fencing and transfer.deadline_us <= self.now_us]
 
     def may_ask(self, kind: TransferKind) -> bool:
         """Whether one more order of this kind may go to the store now."""
-        return self._at_store[kind] < self.config.hauls_max and self.breakers[kind].allows(self.now_us)
+        return self._at_store[kind] < self.config.transfers_max and self.breakers[kind].allows(self.now_us)
 
     def begin(
         self,
@@ -92,17 +92,19 @@ class OpenTransfers:
         limit_us: int,
         blocks: Int32s = NO_INT32S,
         serial: Serial | None = None,
-        seeker: Hashable = None,
+        requester: Hashable = None,
     ) -> TransferId:
-        haul = TransferId(self._next_haul)
-        self._next_haul += 1
-        self._open[haul] = OpenTransfer(haul, kind, keys, self.now_us, self.now_us + limit_us, blocks, serial, seeker)
+        transfer = TransferId(self._next_id)
+        self._next_id += 1
+        self._open[transfer] = OpenTransfer(
+            transfer, kind, keys, self.now_us, self.now_us + limit_us, blocks, serial, requester
+        )
         if kind in FILLS:
-            self.filling.update(dict.fromkeys(keys, haul))
+            self.filling.update(dict.fromkeys(keys, transfer))
         if kind in OF_STORE:
             self._at_store[kind] += 1
             self.breakers[kind].asked()
-        return haul
+        return transfer
 
     def order(self, effect: StorageEffect) -> None:
         self._orders.append(effect)
@@ -111,24 +113,24 @@ class OpenTransfers:
         orders, self._orders = self._orders, []
         return orders
 
-    def fence(self, haul: OpenTransfer) -> None:
-        haul.fencing = True
-        self.order(FenceTransfer(haul.haul))
+    def fence(self, transfer: OpenTransfer) -> None:
+        transfer.fencing = True
+        self.order(FenceTransfer(transfer.id))
 
-    def close(self, haul: OpenTransfer) -> None:
-        """The driver has let go of it."""
-        del self._open[haul.haul]
-        if haul.kind in OF_STORE:
-            self._at_store[haul.kind] -= 1
+    def close(self, transfer: OpenTransfer) -> None:
+        """The driver has released it."""
+        del self._open[transfer.id]
+        if transfer.kind in OF_STORE:
+            self._at_store[transfer.kind] -= 1
 
-    def fill(self, haul: OpenTransfer, came: Sequence[bool]) -> None:
-        """The rows that it was to fill hold what they should, as far as that came."""
-        for key in haul.keys:
+    def fill(self, transfer: OpenTransfer, came: Sequence[bool]) -> None:
+        """Its rows are filled where `came` is True, and free again where it is False."""
+        for key in transfer.keys:
             del self.filling[key]
-        self.host.filled([key for key, is_there in zip(haul.keys, came, strict=True) if is_there])
-        self.host.spoilt([key for key, is_there in zip(haul.keys, came, strict=True) if not is_there])
+        self.host.filled([key for key, is_there in zip(transfer.keys, came, strict=True) if is_there])
+        self.host.spoilt([key for key, is_there in zip(transfer.keys, came, strict=True) if not is_there])
 
 
 def leading(came: Sequence[bool]) -> int:
-    """How many came before the first that did not."""
+    """Number of leading True values."""
     return came.index(False) if False in came else len(came)

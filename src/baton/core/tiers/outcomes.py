@@ -1,4 +1,4 @@
-"""What the tiers tell the scheduler."""
+"""Outcomes that the tiers report to the scheduler."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from baton.core.engine.request import Serial
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A copy into a request's blocks is over: the first `blocks` of them hold what they should."""
+    """A copy into a request's blocks has ended: the first `blocks` of them are filled."""
 
     serial: Serial
     blocks: int
@@ -17,7 +17,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Departed:
-    """What a request that goes elsewhere leaves behind is stored, or will not be."""
+    """The KV of a request that continues elsewhere is stored, or will not be."""
 
     serial: Serial
 

@@ -1,4 +1,4 @@
-"""What the store was last known to have. It may have dropped it since: an entry is believed for five minutes."""
+"""Keys that the store was last known to have. It may have dropped them since: an entry is believed for five minutes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterable
 from baton.core.engine.prefix import Key
 
 BELIEVED_US = 300_000_000
-"""How long the store is believed to have what it had: it may evict, or have been emptied."""
+"""Time for which an entry is believed: the store may evict, or have been emptied."""
 KEPT_PER_ROW = 4
 
 
 class StoredKeys:
     def __init__(self, host_rows: int) -> None:
         self._known: OrderedDict[Key, int] = OrderedDict()
-        """When each was last heard of, the oldest first."""
+        """Key → time at which the store last had it, the oldest first."""
         self._known_max = KEPT_PER_ROW * host_rows
         """Remember at most 4 × host_rows stored keys."""
 
@@ -34,6 +34,6 @@ class StoredKeys:
         self._known.clear()
 
     def has(self, key: Key, now_us: int) -> bool:
-        """The store had it when it was last heard of, and that is not long ago."""
+        """Whether the store had it within the last BELIEVED_US."""
         known_us = self._known.get(key)
         return known_us is not None and now_us - known_us < BELIEVED_US

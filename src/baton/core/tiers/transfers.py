@@ -1,14 +1,14 @@
-"""KV on its way between the device's blocks, rows of host memory and a store: what is ordered and what is answered.
+"""Transfers of KV between device blocks, rows of host memory and a store: orders to the driver and its answers.
 
     CopyOut   blocks → rows      Put   rows → store
     CopyIn    rows → blocks      Get   store → rows      Look   which of these has the store?
 
 Each order is a transfer with a number of its own. It ends in exactly one of three ways, each an event: TransferDone,
-TransferFailed, or, after the core ordered FenceTransfer, TransferFenced. Then the driver has let go: nothing of the transfer
-reads or writes a block or a row any more. Fences are always answered soon, whatever the store does. A transfer that ended
+TransferFailed, or, after the core ordered FenceTransfer, TransferFenced. Then the driver has released it: nothing
+of the transfer reads or writes any more. Fences are always answered soon, whatever the store does. A transfer that ended
 meanwhile may be answered twice; the second answer is ignored.
 
-The store is behind the host's rows and never meets a block: one that hangs can hold up rows, and no step.
+The store reads and writes only rows of host memory, never device blocks: one that hangs can delay rows, but no step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from baton.core.engine.plan import Int32s
 from baton.core.engine.prefix import Key
 
 TransferId = NewType("TransferId", int)
-"""Never reused while the worker lives."""
+"""Never reused while the worker runs."""
 
 
 # ── orders ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -30,7 +30,7 @@ TransferId = NewType("TransferId", int)
 class CopyOut:
     """Copy device block `blocks[i]` to host row `rows[i]`."""
 
-    haul: TransferId
+    transfer: TransferId
     blocks: Int32s
     rows: Int32s
 
@@ -39,16 +39,16 @@ class CopyOut:
 class CopyIn:
     """Copy host row `rows[i]` to device block `blocks[i]`."""
 
-    haul: TransferId
+    transfer: TransferId
     rows: Int32s
     blocks: Int32s
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Which of these does the store have?"""
+    """Ask which of these keys the store has."""
 
-    haul: TransferId
+    transfer: TransferId
     keys: tuple[Key, ...]
 
 
@@ -56,7 +56,7 @@ class Look:
 class Get:
     """Fetch what is stored under `keys[i]` into row `rows[i]`, if it is sound."""
 
-    haul: TransferId
+    transfer: TransferId
     keys: tuple[Key, ...]
     rows: Int32s
 
@@ -65,16 +65,16 @@ class Get:
 class Put:
     """Store row `rows[i]` under `keys[i]`."""
 
-    haul: TransferId
+    transfer: TransferId
     keys: tuple[Key, ...]
     rows: Int32s
 
 
 @dataclass(frozen=True, slots=True)
 class FenceTransfer:
-    """Let go of whatever this haul reads and writes, and answer TransferFenced."""
+    """Release everything that this transfer reads and writes, and answer TransferFenced."""
 
-    haul: TransferId
+    transfer: TransferId
 
 
 StorageEffect = CopyOut | CopyIn | Look | Get | Put | FenceTransfer
@@ -85,7 +85,7 @@ StorageEffect = CopyOut | CopyIn | Look | Get | Put | FenceTransfer
 
 @dataclass(frozen=True, slots=True)
 class TransferDone:
-    haul: TransferId
+    transfer: TransferId
     came: tuple[bool, ...]
     """One for each key or row: the store has it; it arrived sound; it was stored; it was copied."""
 
@@ -94,13 +94,13 @@ class TransferDone:
 class TransferFailed:
     """The store or the copy itself failed, as opposed to having nothing or no room."""
 
-    haul: TransferId
+    transfer: TransferId
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class TransferFenced:
-    haul: TransferId
+    transfer: TransferId
 
 
 StorageEvent = TransferDone | TransferFailed | TransferFenced
