@@ -53,7 +53,7 @@ BEHIND = Refusal(RefusalCode.QUEUE_FULL, "the engine does not keep up with its m
 
 
 class EngineSharer(Protocol):
-    """Who else has requests at this engine, beside those who submit here: a router."""
+    """Another user of this engine besides the submitters of this process: a router."""
 
     @property
     def open_requests(self) -> int: ...
@@ -61,10 +61,10 @@ class EngineSharer(Protocol):
     def owns_ticket(self, ticket: int) -> bool: ...
 
     def split(self, output: StepOutput) -> tuple[StepOutput | None, StepOutput | None]:
-        """What of a step is theirs, and what is not."""
+        """Split a step into the sharer's part and the rest."""
 
     def take(self, message: Accepted | RefusedMessage | StepOutput) -> None:
-        """This is theirs."""
+        """Take a message that belongs to the sharer."""
 
     def feel(self, pulse: Pulse) -> None: ...
 
@@ -76,7 +76,7 @@ class EngineClient:
         self._table = RequestTable()
         self._sharer: EngineSharer | None = None
         self._answers: dict[int, asyncio.Future[list[BufferedTokenStream[int]]]] = {}
-        """By ticket: what submitters wait for."""
+        """By ticket: the answers that submitters wait for."""
         self._streams: dict[int, BufferedTokenStream[int]] = {}
         self._ready: asyncio.Future[ReadyMessage] = asyncio.get_running_loop().create_future()
         self._dead = asyncio.Event()
@@ -86,7 +86,7 @@ class EngineClient:
         self._draining = False
         self._gauges = SchedulerGauges()
         self.tokens_made = 0
-        """Since the start, for whomever."""
+        """Since the start, of all submitters."""
         self._drafts = DraftGauges()
         self._traffic = PeerTraffic()
         self._store_traffic = StoreTraffic()
@@ -96,10 +96,10 @@ class EngineClient:
         self.peer_address = ""
 
     def share(self, sharer: EngineSharer) -> None:
-        """From now on messages of the engine that are this one's go to it."""
+        """From now on pass messages that belong to the sharer to it."""
         self._sharer = sharer
 
-    # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── life cycle ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def start(self) -> None:
         """Start the process; `wait_ready` says when it serves."""
@@ -174,11 +174,12 @@ class EngineClient:
 
     @property
     def silent_us(self) -> int:
-        """How long ago the engine gave its last sign of life."""
+        """Microseconds since the engine's last message."""
         return self._process.silent_us
 
     async def wait_idle(self) -> None:
-        """Until no request is open, nor a hand-over to a peer, and what is being kept of KV is where it should be."""
+        """Wait until no request and no hand-over to a peer is open, and no KV is being copied to or from host memory or the
+        store."""
         while self.open_requests or self._gauges.handovers.open or self._gauges.storage.hauls:
             self._fewer.clear()
             await self._fewer.wait()
@@ -202,10 +203,10 @@ class EngineClient:
             self._process.send(frame)
             return
         text = f"the body makes a message of {len(frame)} bytes for the engine, which takes at most {FRAME_BYTES_MAX}"
-        self._take(refused(message.ticket, Refusal(RefusalCode.GROUP_TOO_LARGE, text)))  # in the engine's place
+        self._take(refused(message.ticket, Refusal(RefusalCode.GROUP_TOO_LARGE, text)))  # in place of the engine
 
     def _abandon(self, ticket: int, answer: asyncio.Future[list[BufferedTokenStream[int]]]) -> None:
-        """The client left before it had its streams: what the engine accepts must not run on for nobody."""
+        """The client left before it had its streams: requests that the engine accepts are aborted."""
         if not answer.done():
             self._table.abandon(ticket)
             del self._answers[ticket]
@@ -224,7 +225,7 @@ class EngineClient:
         self.post(Drain())
 
     def post(self, message: ToEngine | None) -> None:
-        """Send without waiting. None is an order that nobody needs any more."""
+        """Send without waiting; None is ignored."""
         if message is not None and self._death is None:
             self._process.send(encode_to_engine(message))
 
@@ -238,7 +239,7 @@ class EngineClient:
     def _refuse_if_dead(self) -> None:
         if self._death is None:
             return
-        if self._draining:  # who comes while the server closes meets an end that was ordered, not a fault
+        if self._draining:  # while the server closes, the end was ordered and is not a fault
             raise Refused(Refusal(RefusalCode.DRAINING, "this instance is being stopped", retry_after_s=1))
         raise EngineDead(self._death)
 
@@ -246,7 +247,7 @@ class EngineClient:
 
     def _take(self, message: FromEngine) -> None:
         if isinstance(message, StepOutput):
-            self.tokens_made += len(message.tokens) // 4  # each has four bytes
+            self.tokens_made += len(message.tokens) // 4  # four bytes per token
             self._drafts = DraftGauges(message.draft_tokens, message.accepted_draft_tokens)
         if isinstance(message, StepOutput | Pulse):
             self._gauges = message.gauges
@@ -277,14 +278,14 @@ class EngineClient:
     def _tell(self, news: News) -> None:
         match news:
             case GroupAccepted(ticket, serials):
-                # Made here, not by the submitter: a short answer may be over before the submitter wakes up.
+                # Made here, not by the submitter: a short request may end before the submitter wakes up.
                 streams = [BufferedTokenStream(self, serial) for serial in serials]
                 self._streams.update(zip(serials, streams, strict=True))
                 self._answers.pop(ticket).set_result(streams)
             case GroupDeclined(ticket, refusal):
                 self._answers.pop(ticket).set_exception(Refused(refusal))
             case EngineReady(ready):
-                # Now, not when somebody asks whether it is ready: newer ones may have come by then.
+                # Set here, not in `wait_ready`: newer gauges may have arrived by then.
                 self._gauges = ready.gauges
                 self._ready.set_result(ready)
             case EngineFailed(reason):
@@ -292,7 +293,7 @@ class EngineClient:
 
 
 def _own(message: FromEngine, sharer: EngineSharer) -> FromEngine | None:
-    """What of a message is for those who submit here, after the sharer has had its part."""
+    """The part of a message that belongs to the submitters here, after the sharer has taken its part."""
     match message:
         case StepOutput():
             theirs, own = sharer.split(message)

@@ -1,6 +1,6 @@
-"""All that an instance with peers has beside its loop: sessions, transfers, and the log of hand-overs.
+"""The hand-over side of an instance with peers: sessions, transfers, and the log of hand-overs.
 
-One object for the engine loop, which gives it every order that concerns peers.
+The engine loop gives this one object every order that concerns peers.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ log = logging.getLogger("baton.handover")
 class HandoverService:
     def __init__(self, peers: PeerConnections, transfers: KvTransfers, address: str, details: str) -> None:
         self.address = address
-        """HOST:PORT where peers find us; empty where we call them."""
+        """HOST:PORT where peers connect to us; empty where we connect to them."""
         self.details = details
-        """For the operator: where peers find us, or whom we call."""
+        """For the operator: where peers connect, or which peers we connect to."""
         self._peers = peers
         self._transfers = transfers
 

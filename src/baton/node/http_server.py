@@ -1,4 +1,5 @@
-"""What every server of ours has, whatever it serves: a port, an HTTP server, signals that mean drain, a log of its state."""
+"""The parts common to instance and router: a bound port, an HTTP server, signals that mean drain, a log of the engine's
+state."""
 
 from __future__ import annotations
 
@@ -22,12 +23,12 @@ from baton.executor.cache_folder import cache_folder
 from baton.node.peer_options import is_loopback, key_for
 
 Say = Callable[[str], None]
-"""Tells the operator a line."""
+"""Prints a line for the operator."""
 
 CONNECTIONS_CLOSE_S = 5
 CONNECTIONS_QUEUED = 2048
 STATE_LOG_S = 1.0
-"""Least time between two lines of the engine's state."""
+"""Least time in seconds between two log lines of the engine's state."""
 
 
 class CannotServe(BatonError):
@@ -43,17 +44,17 @@ def check_host(host: str, api_keys: Sequence[str]) -> None:
 
 
 def door_key(host: str, text: str | None, file: str | None) -> bytes:
-    """The cluster key of one who lets instances in at that address."""
+    """The cluster key of a process that accepts instances at that address."""
     return key_for([host], text, file, cache_folder())
 
 
 def model_name(model: str) -> str:
-    """What a model is called in the API where nobody says otherwise."""
+    """The default name of a model in the API."""
     return Path(model).name.removesuffix(".gguf")
 
 
 def bind(host: str, port: int, option: str) -> socket.socket:
-    """Take the port before anything slow happens, so that a port in use is told at once."""
+    """Bind the port before anything slow happens, so that a port in use is reported at once."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -75,7 +76,7 @@ def url_of(listener: socket.socket) -> str:
 
 
 class HttpServer(uvicorn.Server):
-    """Uvicorn without its own signal handling: a signal means drain here, and whoever serves decides what that is."""
+    """Uvicorn without its own signal handling: here a signal means drain, and the service decides what that is."""
 
     def __init__(self, app: FastAPI) -> None:
         config = uvicorn.Config(
@@ -93,13 +94,13 @@ class HttpServer(uvicorn.Server):
         yield
 
     def start(self, listener: socket.socket) -> asyncio.Task[None]:
-        """From here on nobody is turned away. `should_exit` ends it."""
+        """Start to serve; from here on no connection is refused. `should_exit` ends it."""
         listener.listen(CONNECTIONS_QUEUED)
         return asyncio.create_task(self.serve(sockets=[listener]))
 
 
 class StopSignals:
-    """SIGTERM and Ctrl-C: the first means drain, the second at once."""
+    """SIGTERM and Ctrl-C: the first means drain, the second stop at once."""
 
     def __init__(self) -> None:
         self.stop = asyncio.Event()
@@ -120,7 +121,7 @@ class StopSignals:
 
 @contextlib.asynccontextmanager
 async def state_logged(engine: Engine, tokens: Callable[[], int]) -> AsyncIterator[None]:
-    """Inside, the engine's state is logged again and again; not even looked at where the level hides it."""
+    """Log the engine's state periodically inside this context, unless the log level hides it."""
     if not state_log.isEnabledFor(logging.INFO):
         yield
         return

@@ -1,7 +1,7 @@
-"""What other threads of the engine process have for its loop, in the order it came, and the bell that wakes the loop.
+"""The queue from other threads of the engine process to its loop, in order of arrival, with a pipe that wakes the loop.
 
-Putting never blocks and may happen on any thread; taking is the loop's alone. Nothing is lost and nothing is bounded here:
-how much may wait is the business of those who put (steps in flight, peers, transfers, hauls), who may ask `len`.
+Putting never blocks and is possible on any thread; only the loop takes. Nothing is dropped and nothing is bounded here: the
+producers (steps in flight, peers, transfers) bound what they put, and may ask `len`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from baton.core.tiers.transfers import StorageEvent
 
 @dataclass(frozen=True, slots=True)
 class ThreadFailure:
-    """A thread that must not end has ended with this; so does the engine."""
+    """A thread that must not end has ended with this error; the engine ends too."""
 
     error: BaseException
 
@@ -38,17 +38,17 @@ class EngineInbox:
         return len(self._items)
 
     def fileno(self) -> int:
-        """Readable while something may be waiting."""
+        """Readable while items may be waiting."""
         return self._ear
 
     def put(self, item: Item) -> None:
         self._items.append(item)
-        with contextlib.suppress(BlockingIOError):  # so many rings are unheard that one more would say nothing
+        with contextlib.suppress(BlockingIOError):  # the pipe is full: the loop will wake anyway
             os.write(self._bell, b"!")
 
     def take(self) -> list[Item]:
-        """Everything that has come so far."""
-        # The bell before the items: what is put from here on rings again.
+        """All items put so far."""
+        # The pipe is drained before the items are taken: what is put from here on wakes the loop again.
         with contextlib.suppress(BlockingIOError):
             os.read(self._ear, 4096)
         return [self._items.popleft() for _ in range(len(self._items))]

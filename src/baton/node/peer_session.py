@@ -1,10 +1,10 @@
-"""One connection with a peer: from strangers to a session in which messages go both ways, and its end.
+"""One connection with a peer: from the handshake to a session in which messages go both ways, and its end.
 
-    TCP bytes ── node.line ── wire.link ── registration, then peer messages
+    TCP bytes ── wire.seal ── wire.link ── registration, then peer messages
 
-Owns what may be said in a connection when. Promises that nothing is heard before the other side has proved that it holds the
-cluster key and both have found that their KV fits, that everything said is bounded, and that whatever else arrives ends the
-connection with a reason, and nothing but the connection. All of it runs on one event loop.
+Owns the order of messages in a connection. Promises that no message is passed on before the other side has proved that it
+holds the cluster key and both have accepted each other's KV layout, that everything sent is bounded, and that invalid input
+ends the connection with a reason, and nothing but the connection. Runs on one event loop.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from baton.wire.peer_messages import (
 LINK = LinkConfig(
     heartbeat_us=500_000, silent_us=2_500_000, acceptor_silent_us=2_500_000, resend_us=1_000_000, resend_us_max=2_000_000
 )
-"""TCP repeats what is lost; here only silence counts, and a peer on a busy machine may be late."""
+"""TCP retransmits losses; here only silence counts, and a peer on a busy machine may be late."""
 TICK_S = 0.1
 CONNECT_S = 5.0
 REGISTER_S = 5.0
-"""How long a connection may take to become a session."""
+"""Seconds that a connection may take to become a session."""
 
 
 class SessionFault(StrEnum):
-    """Why a connection ended that should not have, beside the faults of a seal and of a line."""
+    """Why a connection ended abnormally, besides the faults of the seal and the link."""
 
     UNFIT = "unfit"
     FLOODING = "flooding"
-    """It says more than the engine takes."""
+    """It sends more than the engine takes."""
 
 
 class SessionStage(Enum):
@@ -60,7 +60,7 @@ class SessionStage(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LocalInstance:
-    """What this instance is to its peers."""
+    """The identity and layout that this instance registers with."""
 
     name: str
     incarnation: int
@@ -74,29 +74,29 @@ class LocalInstance:
 class SessionEnd:
     was: SessionStage
     fault: str | None
-    """Set where the other side is to blame."""
+    """Set where the other side is at fault."""
     reason: str
 
 
 class SessionEvents(Protocol):
-    """Where sessions live: told what becomes of each."""
+    """Receives the events of sessions."""
 
     def arrived(self, session: PeerSession) -> None:
-        """Its connection is there."""
+        """The connection is made; nothing is proved yet."""
 
     def transfers_for(self, session: PeerSession) -> tuple[str, ...]:
-        """Where this peer shall send KV."""
+        """The addresses to which this peer shall send KV."""
 
     def unfit(self, session: PeerSession, register: Register) -> str | None:
-        """Why this peer and we cannot hand over to each other."""
+        """Why this peer and we cannot hand over to each other; None where we can."""
 
     def opened(self, session: PeerSession) -> None: ...
 
     def heard(self, session: PeerSession, message: PeerMessage) -> bool:
-        """False when no more can be taken."""
+        """Returns False when no more can be taken."""
 
     def ended(self, session: PeerSession, end: SessionEnd) -> None:
-        """Once, for each session that arrived."""
+        """Called once for each session that `arrived` was called for."""
 
 
 def now_us() -> int:
@@ -105,7 +105,7 @@ def now_us() -> int:
 
 class PeerSession:
     def __init__(self, me: LocalInstance, house: SessionEvents, called: PeerId | None) -> None:
-        """`called` is whom we called; None when we were called."""
+        """`called` is the peer we connected to; None when it connected to us."""
         self.stage = SessionStage.STRANGER
         self.over: asyncio.Future[SessionEnd] = asyncio.get_running_loop().create_future()
         self.called = called
@@ -116,11 +116,11 @@ class PeerSession:
         self._house = house
         self._link = Initiator(now_us(), LINK) if called is not None else Acceptor(me.incarnation, LINK)
         self.peer = called or PeerId("")
-        """What this instance calls the other side; of one that called us, once it has proved itself."""
+        """The id of the other side; of one that connected to us, known once it has proved itself."""
         self._fits = self._is_accepted = False
         """We have accepted them; they have accepted us."""
 
-    # ── the line's house ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── events of the connection ─────────────────────────────────────────────────────────────────────────────────────────
 
     def arrived(self, line: SealedConnection) -> None:  # noqa: ARG002
         self._house.arrived(self)
@@ -148,7 +148,7 @@ class PeerSession:
         self._house.ended(self, final)
         self.over.set_result(final)
 
-    # ── what we say ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── sending ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def send(self, message: PeerMessage) -> None:
         if self.stage is SessionStage.OPEN:
@@ -158,7 +158,7 @@ class PeerSession:
                 self.end(ConnectionFault.NOT_READING, str(full))
 
     def end(self, fault: str | None, reason: str) -> None:
-        """Close the connection. What was written is waited for only where it says why."""
+        """Close the connection. Written data is flushed only where there is a reason to send."""
         if fault is SessionFault.UNFIT:
             self.line.part(reason, fault)
         else:
@@ -188,7 +188,7 @@ class PeerSession:
     def _post(self, packets: list[bytes]) -> None:
         self.line.send(packets)
 
-    # ── what we hear ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── receiving ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _act(self, took: Took) -> None:
         for news in took.news:

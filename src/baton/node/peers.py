@@ -1,9 +1,10 @@
-"""The peers of an instance, on an event loop and a thread of their own: one that decodes calls, one that prefills is called.
+"""The peers of an instance, on their own thread and event loop: a decode instance connects, a prefill instance accepts.
 
-Owns who is connected. Tells the engine loop of sessions that open and end and of what peers say, in order, through its
-inbox; what the engine says to a peer goes out in order too. Whom to call can change at any time; whoever cannot be reached
-is called again, with growing pauses. Strangers, sessions and what waits are bounded; refused connections are counted by
-reason and logged when the reason changes. What messages mean, the worker knows; how KV travels, the transfers.
+Owns the sessions. Passes session starts, session ends and messages to the engine loop, in order, through its inbox; messages
+of the engine to a peer are sent in order too. The addresses to connect to can change at any time; failed connections are
+retried with growing pauses. Unproved connections, sessions and queued events are bounded; refused connections are counted
+by reason and logged when the reason changes. The meaning of messages is known to the worker, the movement of KV to the
+transfers.
 """
 
 from __future__ import annotations
@@ -30,33 +31,33 @@ from baton.wire.peer_messages import Register
 log = logging.getLogger("baton.peers")
 
 STRANGERS_MAX = 64
-"""Connections of callers that are not sessions yet; beyond it the oldest that has proved nothing goes."""
+"""Accepted connections that are not sessions yet; beyond it the oldest unproved one is closed."""
 SESSIONS_MAX = 256
 INBOX_MAX = 4096
-"""Events that the engine loop has not taken; beyond it, who adds to them is hung up."""
+"""Events that the engine loop has not taken; beyond it, the session that adds one is closed."""
 CALL_AGAIN_S, CALL_AGAIN_S_MAX = 0.05, 2.0
 SAME_REFUSAL_S = 60.0
-"""A refusal of a stranger is logged so often."""
+"""Seconds between two log lines of the same refusal."""
 
 
 class CannotListen(BatonError):
-    """The address for peers cannot be taken."""
+    """The address for peers cannot be bound."""
 
 
 class TransferChooser(Protocol):
-    """How KV goes to or comes from a peer, agreed on as it registers."""
+    """Agrees with a peer, as it registers, on how KV is sent."""
 
     def offer(self, peer: PeerId, same_host: bool) -> tuple[str, ...]:
-        """Where this peer shall send KV; nothing where it is we who send."""
+        """The addresses to which this peer shall send KV; empty where we are the sender."""
 
     def accept(self, peer: PeerId, addresses: tuple[str, ...]) -> str | None:
-        """This peer's KV goes there from now on. A string says why it cannot."""
+        """Send this peer's KV to one of these addresses from now on. Returns the reason where that is impossible."""
 
     def forget(self, peer: PeerId) -> None: ...
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Take the port at once, so that one in use is told before anything else happens."""
+    """Bind the port at once, so that a port in use is reported before anything else happens."""
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
@@ -80,15 +81,15 @@ class PeerConnections:
         self._inbox = inbox
         self._listener = listener
         self._calls: dict[str, asyncio.Task[None]] = {}
-        """By address: whoever we call, until told otherwise."""
+        """By address: the connections we keep up."""
         self._first_calls = calls
         self._failure: BaseException | None = None
-        """Of a call that ended though none ever should."""
+        """The error of a connection task that ended though none should."""
         self._strangers: dict[PeerSession, None] = {}
-        """Who called and has not registered, the oldest first."""
+        """Accepted connections that have not registered, oldest first."""
         self._sessions: dict[PeerId, PeerSession] = {}
         self._told: dict[str, str] = {}
-        """The last thing logged of whom we call."""
+        """By address: the last reason logged."""
         self._logged_s: dict[str, float] = {}
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
@@ -98,15 +99,15 @@ class PeerConnections:
     # ── for the engine loop ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def tell(self, peer: PeerId, message: PeerMessage) -> None:
-        """Say this, after all that was told before. To a peer that is gone it is not said; PeerLost is on its way then."""
+        """Send a message, after all earlier ones. To a lost peer nothing is sent; its PeerLost is on the way."""
         self._loop.call_soon_threadsafe(self._tell, peer, message)
 
     def call(self, addresses: tuple[str, ...]) -> None:
-        """Call these from now on, and nobody else: sessions with others end."""
+        """Connect to these addresses from now on and end sessions with all others."""
         self._loop.call_soon_threadsafe(self._call_only, addresses)
 
     def close(self) -> None:
-        """Hang up, and end the thread. Only for those who outlive it: a process that ends need not."""
+        """Close all sessions and end the thread. Not needed by a process that exits."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join()
@@ -133,7 +134,7 @@ class PeerConnections:
             task.cancel()
         await asyncio.gather(*rest, return_exceptions=True)
         for task in done:
-            task.result()  # of those that never end, one has raised
+            task.result()  # a task that should never end has failed
         if self._failure is not None:
             raise self._failure
 
@@ -153,7 +154,7 @@ class PeerConnections:
 
     def _call_only(self, addresses: tuple[str, ...]) -> None:
         if self._me.role.gives or self._stop.is_set():
-            return  # whoever prefills is called
+            return  # prefill instances are connected to; they do not connect
         wanted = dict.fromkeys(address for address in addresses if self._can_call(address))
         for address in [address for address in self._calls if address not in wanted]:
             self._calls.pop(address).cancel()
@@ -199,15 +200,15 @@ class PeerConnections:
         try:
             return await asyncio.shield(session.over)
         finally:
-            session.end(None, "it is not one of our peers any more")  # where this call was given up
+            session.end(None, "it is not one of our peers any more")  # when this task was cancelled
 
-    # ── the sessions' house ──────────────────────────────────────────────────────────────────────────────────────────────
+    # ── events of the sessions ───────────────────────────────────────────────────────────────────────────────────────────
 
     def arrived(self, session: PeerSession) -> None:
         if session.called is not None:
             return
         if len(self._strangers) >= STRANGERS_MAX:
-            # Those who only wait must not keep out one that holds the key: its handshake is a matter of milliseconds.
+            # Unproved connections must not keep out one that holds the key: a handshake takes milliseconds.
             silent = (one for one in self._strangers if one.stage is SessionStage.STRANGER)
             oldest = next(silent, next(iter(self._strangers)))
             oldest.end(ConnectionFault.TOO_MANY, "too many connections that have not registered")
@@ -255,7 +256,7 @@ class PeerConnections:
             self._log_end(session, end)
 
     def _log_end(self, session: PeerSession, end: SessionEnd) -> None:
-        """Of those who called us; a stranger can come often, so each reason is logged now and then only."""
+        """Log the end of an accepted connection; each reason at most once per SAME_REFUSAL_S."""
         if end.was is SessionStage.OPEN:
             log.warning("session with %s is over: %s", session.peer, end.reason)
             return

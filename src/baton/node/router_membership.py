@@ -1,12 +1,12 @@
-"""An instance's place in the fleet of a router: calls it, joins, beats, and carries between it and the engine.
+"""An instance's membership in a router's fleet: connects, joins, sends heartbeats, and relays between router and engine.
 
-    router ── Line ── Membership ── EngineClient ── engine process
-                          │
-                       wire.instance_sessions.InstanceSessions   knows what is whose, what is held, and what may be said when
+    router ── SealedConnection ── RouterMembership ── EngineClient ── engine process
+                                        │
+                             wire.instance_sessions.InstanceSessions   which requests are the router's, what may be sent when
 
-Owns the connection, its rhythm and the calling again; decides nothing about requests. A router that is away is called for
-ever, with short pauses: one that was started again shall have its instances back at once. Each change is logged, not each
-attempt. Being fenced (a later life of this name is known) ends the membership for good. Runs on the front end's event loop.
+Owns the connection, its timing and the reconnecting; decides nothing about requests. It reconnects for ever, with short
+pauses, so that a restarted router has its instances back at once. Each change is logged, not each attempt. Being fenced (a
+later incarnation of this name has joined) ends the membership for good. Runs on the front end's event loop.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ CONNECT_S = 1.0
 HANDSHAKE_S = 2.0
 CALL_AGAIN_S, CALL_AGAIN_S_MAX = 0.05, 0.5
 HELD_S = 2.0
-"""A session that lasted so long was a good one: the next call is at once."""
+"""After a session that lasted this many seconds, the next connection is made at once."""
 TURNED_AWAY_S, SOON_S, SOON_CALLS = 3.0, 0.15, 10
-"""Between calls to a router that does not want us: it may be started again with another model. The first ones come sooner:
-an earlier life under this name may be in its books until its silence is noticed."""
+"""Seconds between attempts after a rejection: the router may be restarted with another model. The first SOON_CALLS come
+sooner: the router may hold an earlier incarnation of this name until it notices its silence."""
 WELCOME_US = 10_000_000
-"""A router that has not answered a join by then never will; it gives an instance as long to join."""
+"""Time that the router has to answer a join; it gives an instance as long to join."""
 ENGINE_SILENT_US = 300_000
-"""An engine that has missed so much of its pulses is not offered to a router: it would be suspected as soon as it is in."""
+"""An engine whose pulses are this late is not offered to a router: it would be suspected as soon as it joined."""
 LOOK_US = 100_000
-"""How often the clock is looked at where nothing is due before."""
+"""Interval of the timer where nothing is due before."""
 
 
 class InstanceFenced(BatonError):
-    """A later life of this instance's name is known to the router: this one must not serve any more."""
+    """The router knows a later incarnation of this instance's name: this one must not serve any more."""
 
 
 class MembershipEngine(Protocol):
-    """What a membership needs of the engine's client."""
+    """The part of the engine's client that a membership needs."""
 
     @property
     def silent_us(self) -> int: ...
@@ -76,48 +76,49 @@ class RouterMembership:
         engine: MembershipEngine,
         on_drain: Callable[[], None],
     ) -> None:
-        """`on_drain` is called when the router wants this instance to finish and go."""
+        """`on_drain` is called when the router asks this instance to drain."""
         self._name = name
         self._at = at
         self._sessions = sessions
         self._engine = engine
         self._on_drain = on_drain
         self._line: SealedConnection | None = None
-        """The one that is open."""
+        """The open connection."""
         self._welcome: Welcome | None = None
-        """Of the session that is on."""
+        """Of the current session."""
         self._pulses_us: int | None = None
-        """Since when the engine pulses: it was told to with the first welcome, and goes on whatever becomes of sessions."""
+        """Since when the engine sends pulses: it is asked to at the first welcome, and does not stop with the session."""
         self._opened_us = self._beat_due_us = 0
         self._turned_away: str | None = None
         self._fenced: str | None = None
         self._told = ""
-        """The last reason logged why there is no session."""
+        """The last logged reason for having no session."""
         self.beat_late_us_max = 0
 
     async def run(self) -> None:
-        """For ever; raises Fenced."""
+        """Run for ever; raises InstanceFenced."""
         tasks = [asyncio.create_task(work) for work in (self._keep_time(), self._keep_calling())]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                task.result()  # of those that never end, one has raised
+                task.result()  # a task that should never end has failed
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def leave(self) -> None:
-        """Tell the router that this instance takes nothing new; what is open goes on."""
+        """Tell the router that this instance takes no new requests; open ones continue."""
         self._say(self._sessions.leave())
 
     async def part(self, reason: str) -> None:
-        """Hang up after what was said has been read. To be called when `run` was cancelled, so that nobody calls again."""
+        """Close the connection after sent data has been read. Call after `run` was cancelled, so that it does not
+        reconnect."""
         if (line := self._line) is not None:
             line.part(reason)
             await line.gone.wait()
 
-    # ── of the engine: what is the router's ──────────────────────────────────────────────────────────────────────────────
+    # ── messages of the engine for the router ────────────────────────────────────────────────────────────────────────────
 
     @property
     def open_requests(self) -> int:
@@ -135,7 +136,7 @@ class RouterMembership:
     def feel(self, pulse: Pulse) -> None:
         self._sessions.feel(pulse, monotonic_us())
 
-    # ── the line's house ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── events of the connection ─────────────────────────────────────────────────────────────────────────────────────────
 
     def arrived(self, line: SealedConnection) -> None:
         pass
@@ -154,7 +155,7 @@ class RouterMembership:
             self._line = self._welcome = None
             self._sessions.lost(end.reason, monotonic_us())
 
-    # ── both ways ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── relaying ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _carry_out(self, out: SessionEffects) -> None:
         for order in out.orders:
@@ -202,13 +203,13 @@ class RouterMembership:
         self._beat_due_us = now_us + welcome.beat_us
         if late_us > welcome.beat_us:
             log.warning("a beat was %d ms late: this process was held up", late_us // 1000)
-        # While we were held up we heard nothing.
+        # While this process was held up it received no pulses: that time is not the engine's silence.
         beat = self._sessions.beat(None, max(0, self._engine_silent_us(now_us) - late_us), now_us)
         if beat is not None:
             self._say([beat])
 
     def _engine_silent_us(self, now_us: int) -> int:
-        """Before it was asked for pulses it had no reason to speak."""
+        """Before it was asked for pulses the engine had no reason to send any."""
         return 0 if self._pulses_us is None else min(self._engine.silent_us, now_us - self._pulses_us)
 
     async def _keep_calling(self) -> None:
@@ -229,7 +230,7 @@ class RouterMembership:
             times_away = 0 if turned_away is None else times_away + 1
             if times_away:
                 pause_s = SOON_S if times_away <= SOON_CALLS else TURNED_AWAY_S
-            # Jittered, so that a fleet does not come all at once.
+            # Jittered, so that the instances of a fleet do not reconnect all at once.
             await asyncio.sleep(random.uniform(0.5, 1.0) * pause_s)  # noqa: S311
 
     async def _engine_answers(self) -> None:

@@ -1,7 +1,7 @@
-"""What the dashboard shows, gathered from what the router says: instances, ledgers over time, requests, events.
+"""The state that the dashboard shows, collected from the router's effects: instances, gauges over time, requests, events.
 
-Owns bounded rings of all of it and knows no clock, no socket and no text: not a word of a prompt or an answer is here.
-`snapshot(since)` gives what has changed after a revision, ready to be written as JSON. Costs one look-up a delivery.
+Owns bounded rings of all of it. Pure: no clock and no socket. Contains no text of prompts or answers. `snapshot(since)`
+returns the changes after a revision, ready to be encoded as JSON. Costs one lookup per delivery.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from baton.router.quantiles import QuantileWindow
 from baton.router.timeline import ChoiceTimeline
 
 SAMPLES = 300
-"""Of one a second: five minutes."""
+"""One a second: five minutes."""
 REQUESTS_MAX = 200
 OPEN_MAX = 4096
 """Open requests that are followed; more are served, but not shown."""
@@ -36,7 +36,7 @@ LANES_MAX = 16
 EVENTS_MAX = 100
 INSTANCES_MAX = 64
 GONE_US = SAMPLES * 1_000_000
-"""An instance that has left is shown for as long as its samples."""
+"""Microseconds for which an instance that has left is shown: as long as its samples."""
 
 PARTED = frozenset({"lost", "left", "suspected", "stuck", "fenced"})
 T = TypeVar("T")
@@ -45,7 +45,7 @@ COUNTED = {TimelineStage.PREEMPTED: "preemptions", TimelineStage.HANDOVER: "hand
 
 
 class ShownInstance(Protocol):
-    """What the router knows of an instance that is in session."""
+    """The router's view of an instance in session."""
 
     @property
     def facts(self) -> Join: ...
@@ -63,7 +63,7 @@ class _Request:
     request_id: str
     path: str
     prompt_tokens: int | None
-    """None: it was asked of a router that was lost."""
+    """None for a request of a router that was lost."""
     choices: int
     began_us: int
     lanes: list[ChoiceTimeline]
@@ -84,7 +84,7 @@ class _Request:
 
 @dataclass(slots=True, eq=False)
 class _Seen:
-    """An instance, over all of its lives."""
+    """An instance, over all of its incarnations."""
 
     facts: Join
     ledger: SchedulerGauges
@@ -101,7 +101,7 @@ class _Seen:
             "name": facts.name,
             "role": facts.role,
             "state": self.state,
-            "incarnation": str(facts.incarnation),  # more than a number of JavaScript holds
+            "incarnation": str(facts.incarnation),  # exceeds JavaScript's safe integers
             "lives": self.lives,
             "pid": facts.pid,
             "url": facts.url,
@@ -137,19 +137,19 @@ class RouterState:
         self._fleet: deque[tuple[int, list[int | None]]] = deque(maxlen=SAMPLES)
         self._totals = {"requests": 0, "tokens": 0, "moves": 0, "preemptions": 0, "handovers": 0}
         self._sampled = dict(self._totals)
-        """As of the last sample."""
+        """`_totals` at the last sample."""
         self._first_token = QuantileWindow(window_s)
         self._per_token = QuantileWindow(window_s)
 
-    # ── what the router says ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── events of the router ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def asked(self, body: RequestNumber, request_id: str, path: str, prompt_tokens: int, choices: int, now_us: int) -> None:
-        """A client's request became this body."""
+        """Follow a client's new request."""
         self._totals["requests"] += 1
         self._follow(_Request(body, request_id, path, prompt_tokens, choices, now_us, _lanes(choices)))
 
     def take(self, act: object, now_us: int) -> None:
-        """Everything that the router wants done comes by here; what is not to be shown is passed over."""
+        """Take any act of the router; those that are not shown are ignored."""
         match act:
             case DeliverTokens():
                 self._delivered(act, now_us)
@@ -167,7 +167,7 @@ class RouterState:
                 pass
 
     def sample(self, views: Iterable[ShownInstance], waiting: int, now_us: int) -> None:
-        """To be called once a second."""
+        """Sample gauges and latencies. Call once a second."""
         rev = self._next()
         for seen in self._instances.values():
             seen.state, seen.open = "gone", 0
@@ -181,10 +181,10 @@ class RouterState:
         counts = [waiting, len(self._requests) - len(self._ended), since["tokens"]]
         self._fleet.append((rev, [now_us, *counts, *ttft, *tpot, since["moves"]]))
 
-    # ── what the page is told ────────────────────────────────────────────────────────────────────────────────────────────
+    # ── output ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def snapshot(self, now_us: int, since: int = 0, epoch: str = "") -> dict[str, object]:
-        """What has changed after revision `since` of `epoch`; all of it where that was another router's."""
+        """The changes after revision `since` of `epoch`; everything where the epoch is another router's."""
         if epoch != self.epoch or since > self._rev:
             since = 0
         return {
@@ -262,7 +262,7 @@ class RouterState:
             self._totals[COUNTED[note.stage]] += 1
         request = self._requests.get(note.request)
         if request is None and note.stage is TimelineStage.RESUMED and note.choice < LANES_MAX:
-            # Of a router that was lost. Whose it is, and how many choices it has, is told when all of it is found.
+            # Of a router that was lost. UnclaimedFound will bring its origin and its number of choices.
             request = _Request(note.request, "", "", None, note.choice + 1, note.at_us, _lanes(note.choice + 1))
             self._follow(request)
         if request is None or note.choice >= len(request.lanes):
@@ -310,7 +310,7 @@ class RouterState:
         if facts.incarnation != seen.facts.incarnation:
             seen.lives += 1
         seen.facts, seen.ledger, seen.state, seen.open, seen.seen_us = facts, ledger, view.state, view.open, now_us
-        if any(_blocks(ledger)):  # else its first beat is yet to come
+        if any(_blocks(ledger)):  # otherwise its first heartbeat is yet to come
             seen.samples.append((rev, [now_us, *_blocks(ledger), ledger.running, ledger.waiting]))
 
     def _forget_gone(self, now_us: int) -> None:

@@ -1,8 +1,8 @@
-"""A whole fleet as one engine: what the HTTP surface submits is carried by whichever instances there are.
+"""A whole fleet as one engine for the HTTP surface.
 
-Implements `api.engine.Engine` and `api.stream_resume.UnclaimedRequests`. Owns the requests of clients of this router, each
-with one stream a choice, and the orphans of an earlier router. The router decides where a choice runs and what becomes of it
-when an instance is lost; here tokens become bursts, and wishes of clients become orders. All on one event loop.
+Implements `api.engine.Engine` and `api.stream_resume.UnclaimedRequests`. Owns the requests of this router's clients, each
+with one stream per choice, and the unclaimed requests of an earlier router. The router decides where a choice runs and what
+happens when an instance is lost; here tokens become bursts, and calls of clients become orders. Runs on one event loop.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ class _Open:
     asker: RequestOwner
     streams: list[BufferedTokenStream[RoutedChoiceKey]]
     opening: asyncio.Future[None] | None
-    """Somebody waits to hear whether it is accepted."""
+    """Resolved when the request is accepted or refused; None where no submitter waits."""
     ends: list[FinishReason | None]
-    """By choice: how it will end for its reader, once that is decided here (cut or aborted); None while it runs."""
+    """By choice: the finish reason decided here (stopped or aborted); None while it runs."""
     over: list[bool]
-    """By choice: its reader has the last burst."""
+    """By choice: whether its stream has the last burst."""
     places: list[tuple[str, ...]]
-    """By choice: the instances that had it, for the access log."""
+    """By choice: the instances it ran on, for the access log."""
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +78,7 @@ class _Books:
 
 class FleetEngine:
     def __init__(self, connections: InstanceConnections, state: RouterState, vocabulary: int) -> None:
-        """`vocabulary` is the tokenizer's: what prompts are checked against before any instance has joined."""
+        """`vocabulary` is the tokenizer's; prompts are checked against it before any instance has joined."""
         self._connections = connections
         self._state = state
         self._books = _Books()
@@ -157,7 +157,7 @@ class FleetEngine:
             self._connections.cut(number, choice, keep)
 
     def abort(self, key: RoutedChoiceKey) -> None:
-        """Once no choice of a request is read any more, the request is left."""
+        """Abort a choice. Once every choice is over or aborted, the request is cancelled."""
         number, choice = key
         entry = self._books.by_request.get(number)
         if entry is None or entry.over[choice]:
@@ -173,13 +173,13 @@ class FleetEngine:
             self._drop(entry)
 
     def _drop(self, entry: _Open) -> None:
-        """Nothing more is heard of it: whoever still reads hears an end."""
+        """Forget the request; streams that are still read get an end."""
         for stream, over, end, places in zip(entry.streams, entry.over, entry.ends, entry.places, strict=True):
             if not over:
                 stream.push(TokenBurst((), (), StreamEnd(end or FinishReason.ABORT, 0, places=places)))
         self._close(entry)
 
-    # ── what the router tells ────────────────────────────────────────────────────────────────────────────────────────────
+    # ── events of the router ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _take(self, act: Act, now_us: int) -> None:
         self._state.take(act, now_us)
@@ -224,7 +224,7 @@ class FleetEngine:
         stream, orphan = entry.streams[act.choice], self._books.orphans.get(entry.asker)
         lines = _lines(act.extras)
         if lines is not None and len(lines) < len(act.tokens):
-            # Found late, at an instance to which it had moved: what was computed before that is known by its ids alone.
+            # Reported late by an instance to which it had moved: of earlier tokens only the ids are known.
             if orphan is None:
                 stream.fail("log-probabilities were lost with an instance")
                 return
@@ -248,7 +248,7 @@ class FleetEngine:
 
     async def find(self, asker: RequestOwner) -> UnclaimedRequest | None:
         while asker not in self._books.orphans:
-            # Before it denies the id of a request, those who may hold it must have had time to say so.
+            # Before an id is denied, instances that may hold it must have had time to join.
             left_us = self._began_us + SETTLE_US - self._connections.clock_us()
             if left_us <= 0:
                 return None
@@ -301,13 +301,14 @@ class FleetEngine:
             self._books.orphans.pop(entry.asker, None)
             self._drop(entry)
 
-    # ── for the router around it ─────────────────────────────────────────────────────────────────────────────────────────
+    # ── for the router's service ─────────────────────────────────────────────────────────────────────────────────────────
 
     def views(self) -> list[InstanceView]:
         return self._connections.router_sessions.router.views()
 
     def look(self) -> list[InstanceView]:
-        """The same, to be called now and then: of a life that was not looked at, nothing is counted when it is gone."""
+        """`views`, and update the lifetime totals. Call regularly: counts of an instance that was never looked at are
+        lost."""
         self._totals.look(views := self.views())
         return views
 
@@ -317,7 +318,7 @@ class FleetEngine:
 
     @property
     def open_requests(self) -> int:
-        """Those with a client."""
+        """Requests with a client."""
         return len(self._books.by_request) - len(self._books.orphans)
 
     async def wait_idle(self) -> None:
@@ -326,7 +327,7 @@ class FleetEngine:
             await self._fewer.wait()
 
     def give_up(self) -> None:
-        """This router ends now: whoever still reads hears so. Nothing is cancelled."""
+        """The router stops now: open streams end with an error. Nothing is cancelled."""
         for entry in list(self._books.by_request.values()):
             if entry.opening is not None and not entry.opening.done():
                 entry.opening.set_exception(Refused(Refusal(RefusalCode.DRAINING, "this router was stopped", 1)))
@@ -341,7 +342,7 @@ class FleetEngine:
 
 
 def info_of(views: Sequence[InstanceView], before: EngineInfo) -> EngineInfo:
-    """What every serving instance can do; while there is none, what was known before."""
+    """What every serving instance supports; while there is none, `before`."""
     serving = [view.facts for view in views if ROLES[view.facts.role].serves]
     if not serving:
         return before
@@ -358,7 +359,7 @@ def info_of(views: Sequence[InstanceView], before: EngineInfo) -> EngineInfo:
 def bursts_of(
     tokens: tuple[int, ...], lines: Sequence[LogprobLine] | None, cached_tokens: int | None, outcome: ChoiceOutcome | None
 ) -> list[TokenBurst]:
-    """Usually one. Tokens whose log-probabilities are not known any more come before and apart from those with."""
+    """Usually one burst. Tokens whose log-probabilities were lost come first, in a burst of their own."""
     ended = None if outcome is None else ended_of(outcome)
     bare = 0 if lines is None else len(tokens) - len(lines)
     rest = TokenBurst(tokens[bare:], logprobs_of(tokens[bare:], lines), ended, cached_tokens)
@@ -370,18 +371,18 @@ def _placed(burst: TokenBurst, ended: StreamEnd, places: tuple[str, ...]) -> Tok
 
 
 def _lines(extras: object) -> Sequence[LogprobLine] | None:
-    """What the router gives with tokens is a list of log-probabilities or nothing."""
+    """The router's extras are a list of log-probabilities or empty."""
     return extras if isinstance(extras, Sequence) and len(extras) else None
 
 
 def history_of(act: UnclaimedFound, choice: int) -> list[TokenBurst]:
-    """Everything from the first token on."""
+    """The whole output of a choice so far."""
     tokens, cached, outcome = act.delivered[choice], act.cached_tokens[choice], act.outcomes[choice]
     return [] if tokens is None else bursts_of(tokens, _lines(act.extras[choice]), cached, outcome)
 
 
 def _logprobs_from(act: UnclaimedFound) -> list[int]:
-    """Only where they were asked for: then at least the last token has some, or there is no token yet."""
+    """By choice: the index of the first token with log-probabilities. Where they were asked for, the last token has some."""
     return [
         len(tokens or ()) - len(extras) if extras else 0 for tokens, extras in zip(act.delivered, act.extras, strict=True)
     ]

@@ -1,8 +1,8 @@
 """The instances' connections to this router, and the one place where the router is driven.
 
-Owns the lines, the clock and the timer: whatever a connection brings, whatever a client asks and whatever time brings goes
-into the router here, and what the router wants done is done here, in its order. Messages go out, connections are closed, and
-everything else is told to those who watch. Promises that what happens while acts are performed is heard after them.
+Owns the connections, the clock and the timer: messages of instances, requests of clients and deadlines go into the router
+here, and its acts are performed here, in order. Messages are sent, connections closed, and all other acts passed to the
+watchers. Promises that events raised while acts are performed are handled after them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from baton.wire.router_sessions import Act, CloseConnection, RouterSessions, Say
 log = logging.getLogger("baton.router")
 
 BAD_NEWS = frozenset({"lost", "suspected", "stuck", "fenced", "refused"})
-"""What an operator should see also where the log shows warnings only."""
+"""Changes that are logged as warnings."""
 TOLD_MAX = 1024
 
 Watcher = Callable[[Act, int], None]
-"""Told an act and when it was."""
+"""Called with an act and its time in microseconds."""
 
 
 def monotonic_us() -> int:
@@ -54,7 +54,7 @@ class InstanceConnections:
         self._watchers: list[Watcher] = []
         self._turned_away: Counter[str] = Counter()
         self._told: dict[str, FleetChanged] = {}
-        """By name: what was last logged of it."""
+        """By name: the change last logged."""
         self._performing = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_us = 0
@@ -64,7 +64,7 @@ class InstanceConnections:
         self._arm()
 
     def close(self, reason: str) -> None:
-        """Nothing is decided any more. Instances keep what is open for as long as they were told to."""
+        """Stop driving the router. Instances keep open requests for the grace period."""
         if self._timer is not None:
             self._timer.cancel()
         self._sessions.clear()
@@ -72,19 +72,19 @@ class InstanceConnections:
         self.door.close(reason)
 
     def watch(self, watcher: Watcher) -> None:
-        """Everything that is not for an instance is told to it, in order."""
+        """Pass every act that is not for an instance to this watcher, in order."""
         self._watchers.append(watcher)
 
     def refused(self) -> dict[str, int]:
-        """Connections, frames and instances that were not let in, by reason."""
+        """Connections, frames and instances that were rejected, by reason."""
         return dict(self.door.refused + self._turned_away)
 
-    # ── what clients ask ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── requests of clients ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def submit(
         self, tenant: str, group: Sequence[Submission], origin: bytes, told: Callable[[RequestNumber, int], None]
     ) -> RequestNumber:
-        """`told` hears of the request's number before anything else of it happens."""
+        """`told` gets the request's number before any act about it is performed."""
         now_us = self.clock_us()
         number, acts = self.router_sessions.submit(tenant, group, origin, now_us)
         told(number, now_us)
@@ -107,7 +107,7 @@ class InstanceConnections:
         now_us = self.clock_us()
         self._perform(self.router_sessions.drain(name, now_us), now_us)
 
-    # ── what lines bring ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── events of connections ────────────────────────────────────────────────────────────────────────────────────────────
 
     def opened(self, line: SealedConnection) -> None:
         session = self.router_sessions.connected(self.clock_us())
@@ -123,9 +123,9 @@ class InstanceConnections:
     def ended(self, line: SealedConnection, end: ConnectionEnd) -> None:
         session = self._sessions.pop(line, None)
         if session is None:
-            return  # we closed it
+            return  # closed by us
         del self._lines[session]
-        if self._performing:  # a line that broke under what we wrote: its loss comes after what is being done
+        if self._performing:  # a connection that broke while we wrote to it: its loss is handled after the current acts
             asyncio.get_running_loop().call_soon(self._lose, session, end.reason)
         else:
             self._lose(session, end.reason)
@@ -164,7 +164,7 @@ class InstanceConnections:
             watcher(act, now_us)
 
     def _log(self, change: FleetChanged) -> None:
-        """One that is turned away calls again and again: that is news only once."""
+        """A rejected instance tries again and again: the same change is logged once."""
         level = logging.WARNING if change.what in BAD_NEWS else logging.INFO
         if change.what == "draining" and not self.router_sessions.router.fleet.servers:
             level = logging.WARNING
@@ -190,7 +190,7 @@ class InstanceConnections:
     # ── time ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _arm(self) -> None:
-        """A timer that is too early only asks again, so it is moved for an earlier deadline alone."""
+        """A timer that is too early only re-arms itself, so it is moved only for an earlier deadline."""
         deadline_us = self.router_sessions.next_deadline()
         if deadline_us is None:
             return

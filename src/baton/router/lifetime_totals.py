@@ -1,7 +1,7 @@
-"""What all instances that there ever were have counted, also those that are gone.
+"""Sums of counters over all instances that ever joined, including those that have left.
 
-Owns the last counts of each life. They only grow, as whoever scrapes them takes for granted; of what a life counted after it
-was last looked at nothing is known.
+Keeps the last counts of each incarnation, so that the sums never decrease, as scrapers expect. Counts made after an
+incarnation was last looked at are lost.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from baton.core.routing.fleet_members import InstanceView
 
 COUNTS = ("prefix_queries", "prefix_hits", "steps", "preemptions", "handovers")
 LIVES_MAX = 1024
-"""Lives that may still come back; the counts of older ones are kept in one sum."""
+"""Incarnations counted separately because they may return; the counts of older ones are kept as one sum."""
 
 Life = tuple[str, int]
 
@@ -21,7 +21,7 @@ Life = tuple[str, int]
 class LifetimeTotals:
     def __init__(self) -> None:
         self._lives: dict[Life, dict[str, int]] = {}
-        """The one that was seen last is the last."""
+        """The most recently seen one is last."""
         self._past = dict.fromkeys(COUNTS, 0)
 
     def look(self, views: Iterable[InstanceView]) -> None:

@@ -1,8 +1,8 @@
-"""The router's process: where clients come in, where instances come in, and what happens when it should stop.
+"""The router's process: the HTTP server, the listener for instances, and how it stops.
 
 signal → drain: /ready turns 503, new requests are refused, open ones finish, then exit 0 (a second signal: at once)
 
-It starts with nobody there and needs no disk: what is open when it is killed, its instances keep for a while.
+It starts without instances and needs no disk: when it is killed, its instances keep the open requests for a while.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from baton.wire.router_sessions import RouterSessions
 log = logging.getLogger("baton.router")
 
 SAMPLE_S = 1.0
-"""Between two points of the dashboard's curves."""
+"""Seconds between two points of the dashboard's curves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class RouterSettings(RouterProcessSettings):
 
 
 def route(settings: RouterSettings, say: Say) -> None:
-    """Route until told to stop. Raises CannotServe, or what else is wrong with the settings, where it cannot."""
+    """Route until told to stop. Raises CannotServe, or the error in the settings, where it cannot."""
     template = settings.chat_template
     api = ApiSettings(
         served_model_names=settings.names,
@@ -127,13 +127,13 @@ class _Process:
         async with state_logged(engine, lambda: metrics.tokens_given):
             await self._until_over(engine, serving)
         sampling.cancel()
-        engine.give_up()  # whoever is still open hears so instead of being cut off
+        engine.give_up()  # open streams end with this error instead of a broken connection
         http.should_exit = True
         await serving
         sessions.close("this router was stopped")
 
     def _config(self, folder: Path) -> RouterConfig:
-        """Instances of another model are turned away also while there is nobody to compare them with."""
+        """Instances of another model are rejected even while no other instance has joined."""
         mark = mark_of(folder, self._settings.scripted)
         if not mark:
             log.warning("there are no weights in %s: the first instance decides which model this router has", folder)

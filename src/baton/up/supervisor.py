@@ -1,11 +1,11 @@
-"""Runs a fleet: starts its processes, starts them again when they end, and stops them all together.
+"""Runs a fleet: starts its processes, restarts them when they end, and stops them all together.
 
-    start    the router, and when it listens, the instances; the banner when all are in the router's books
-    signal   drain: the router takes nothing new and ends when the last answer has; then the instances (a second: at once)
-    over     also when the router cannot be started, or nobody is left that could answer: then with a code that is not 0
+    start    the router and, when it listens, the instances; the banner when all have joined
+    signal   drain: the router takes nothing new and ends with its last answer; then the instances (a second: at once)
+    failure  the router cannot be started, or no serving instance is left: the exit code is not 0
 
 Promises that no process outlives it: children are stopped on every way out, and the kernel ends them if this process is
-killed. When a process is started again `up.restarts` decides; what is started `up.fleet` says.
+killed. `up.restarts` decides when a process is restarted, `up.fleet_plan` what is started.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ ROUTER = "router"
 KEY_VARIABLE, API_KEYS_VARIABLE, ADMIN_KEY_VARIABLE = "BATON_CLUSTER_KEY", "BATON_API_KEY", "BATON_ADMIN_KEY"
 STORE_VARIABLE = "BATON_KV_STORE"
 CONFIG_VARIABLE = "BATON_CONFIG"
-"""Not for children: the file has options that are not theirs, and what is theirs is in their command lines."""
+"""Not passed to children: the file has options that are not theirs, and theirs are in their command lines."""
 HELD_LINES_MAX = 40
 READ_BYTES = 64 * 1024
 LOOK_EVERY_S = 0.1
 PATIENCE_S = 5.0
-"""How long the banner waits for one that is ready and that the router does not let in: it has said why by then."""
+"""Seconds that the banner waits for an instance that is ready but not admitted; the instance has logged why by then."""
 LAST_LINES_S = 1.0
-"""How long the last output of an ended process is waited for."""
+"""Seconds to wait for the last output of an ended process."""
 STOP_GRACE_S = 10.0
-"""Beyond the time that requests get; who has not ended by then is killed."""
+"""Seconds beyond the drain timeout after which remaining processes are killed."""
 EXIT_FAILED, EXIT_AT_ONCE = 1, 130
 
 _SERVED = re.compile(r"^(\S+) is served at (http://\S+)", re.MULTILINE)
 _JOIN = re.compile(r"instances join at (\S+:\d+)")
 _NOISE = re.compile(r"^(loading |talk to it with|ask it through|instances join at|watch it at|for the router at)")
-"""What processes say of themselves as they start; the banner says it better."""
+"""Startup lines that the banner replaces."""
 
 
 @dataclass(slots=True)
 class SupervisedProcess:
-    """A place in the fleet, and the process that fills it now."""
+    """A member of the fleet, and its current process."""
 
     name: str
     serves: bool
@@ -63,7 +63,7 @@ class SupervisedProcess:
     process: asyncio.subprocess.Process | None = None
     given_up: bool = False
     said: deque[str] = field(default_factory=lambda: deque(maxlen=HELD_LINES_MAX))
-    """Its lines since it was started, held back until it is clear whether the start goes well."""
+    """Its output since the start, held back until the start has succeeded or failed."""
     keeping: asyncio.Task[None] | None = None
 
     @property
@@ -81,19 +81,19 @@ class Supervisor:
             self._environment[API_KEYS_VARIABLE] = " ".join(plan.api_keys)
         if plan.admin_key is not None:
             self._environment[ADMIN_KEY_VARIABLE] = plan.admin_key
-        self._environment[STORE_VARIABLE] = plan.kv_store or ""  # empty is none, also where our own environment names one
+        self._environment[STORE_VARIABLE] = plan.kv_store or ""  # empty means none, also where our own environment names one
         self._environment.pop(CONFIG_VARIABLE, None)
         self._bound = bound_to(os.getpid())
         self._ports = RouterPorts(plan.router_port)
         self._join = self._served = ""
         self.url = ""
-        """Of the API, when the router is up."""
+        """Of the API; set when the router is up."""
         self._router = self._post(ROUTER, False, lambda: plan.router_command(self._ports))
         self._members = [self._member_post(member) for member in plan.members]
         self._stopping = asyncio.Event()
         self._at_once = asyncio.Event()
         self._news = asyncio.Event()
-        """Something changed that may end a wait."""
+        """Set by every change that may end a wait."""
         self._readers: set[asyncio.Task[None]] = set()
 
     def _post(self, name: str, serves: bool, command: Callable[[], list[str]]) -> SupervisedProcess:
@@ -106,10 +106,10 @@ class Supervisor:
             lambda: self._plan.member_command(member, self._join, self._cores),
         )
 
-    # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── life cycle ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def run(self) -> int:
-        """Until told to stop, or until nothing serves; the exit code."""
+        """Run until told to stop or until nothing serves; returns the exit code."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
@@ -125,14 +125,14 @@ class Supervisor:
             await self._end_all()
 
     def stop(self) -> None:
-        """Drain; called again, end at once."""
+        """Drain; when called again, stop at once."""
         if self._stopping.is_set():
             self._at_once.set()
         self._stopping.set()
         self._news.set()
 
     async def _open(self) -> None:
-        """Start everything, and say so when it serves; returns early where that is not to be."""
+        """Start everything, and print the banner when it serves; returns early on a failure or a signal."""
         self._start(self._router)
         await self._until(lambda: self._router.is_up or self._router.given_up)
         if self._stopping.is_set() or self._failure():
@@ -145,13 +145,13 @@ class Supervisor:
             self._log.say(banner(self._plan, self._served, self.url, missing))
 
     async def _until(self, holds: Callable[[], bool]) -> None:
-        """Wait for it, or for a signal."""
+        """Wait for the condition or for a signal."""
         while not holds() and not self._stopping.is_set():
             self._news.clear()
             await self._news.wait()
 
     def _failure(self) -> str | None:
-        """Why nothing can be served any more, if so."""
+        """Why nothing can be served any more; None where it can."""
         if self._router.given_up:
             return "the router cannot be started"
         if all(post.given_up for post in self._members if post.serves):
@@ -159,7 +159,7 @@ class Supervisor:
         return None
 
     async def _missing(self) -> list[str] | None:
-        """Who is not in the router's books when all others are, or when those who serve have been for a while.
+        """Instances that have not joined once all others have, or PATIENCE_S after the start if a serving one has joined.
 
         None where a signal came first.
         """
@@ -192,7 +192,7 @@ class Supervisor:
         return 0
 
     async def _ended(self, processes: list[asyncio.subprocess.Process]) -> None:
-        """All of them have ended, or the time is up, or there was a second signal."""
+        """Wait until all have ended, the time is up, or a second signal came."""
         ends = [asyncio.ensure_future(process.wait()) for process in processes]
         at_once = asyncio.ensure_future(self._at_once.wait())
         together = asyncio.ensure_future(asyncio.gather(*ends))
@@ -222,13 +222,13 @@ class Supervisor:
         post.keeping.add_done_callback(self._on_keeper_end)
 
     def _on_keeper_end(self, task: asyncio.Task[None]) -> None:
-        """A fault of our own must not leave a place empty for ever: it ends the whole fleet, loudly."""
+        """An error of our own must not leave a process unsupervised: it stops the whole fleet."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self._log.say(f"baton up: {type(error).__name__}: {error}")
             self.stop()
 
     async def _keep(self, post: SupervisedProcess) -> None:
-        """Life after life."""
+        """Run the process again and again until told to stop."""
         while not self._stopping.is_set():
             code = await self._live(post)
             if self._stopping.is_set():
@@ -251,7 +251,7 @@ class Supervisor:
             await asyncio.wait_for(self._stopping.wait(), delay_s)
 
     async def _live(self, post: SupervisedProcess) -> int:
-        """One life; its exit code."""
+        """Run the process once; returns its exit code."""
         post.said.clear()
         post.restarts.started()
         try:
@@ -261,12 +261,12 @@ class Supervisor:
             return EXIT_FAILED
         post.process = process
         if self._stopping.is_set():
-            _signal(process, signal.SIGKILL)  # whoever stops us may have looked before this one was there
+            _signal(process, signal.SIGKILL)  # `_end_all` may have run before this process existed
         reader = asyncio.create_task(self._read(post, process))
         self._readers.add(reader)
         reader.add_done_callback(self._readers.discard)
         code = await process.wait()
-        # Its engine may hold the pipe a moment longer, and what it says last explains the end.
+        # Its engine may keep the pipe open a moment longer, and its last output explains the end.
         await asyncio.wait((reader,), timeout=LAST_LINES_S)
         return code
 
@@ -277,7 +277,7 @@ class Supervisor:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             env=self._environment,
-            start_new_session=True,  # Ctrl-C is for us alone: we know in which order to stop
+            start_new_session=True,  # Ctrl-C goes to this process alone, which stops the others in order
             preexec_fn=self._bound,
         )
 
@@ -303,7 +303,8 @@ class Supervisor:
             self._is_ready(post)
 
     def _is_parting(self, post: SupervisedProcess, line: str) -> bool:
-        """When all are told to stop, what instances say of the others' going is no news."""
+        """Whether the line is about the shutdown that was ordered: instances then report each other's and the router's
+        absence."""
         return self._stopping.is_set() and post is not self._router and " ERROR " not in line
 
     def _hear_router(self, line: str) -> None:
@@ -328,7 +329,7 @@ class Supervisor:
         self._news.set()
 
     def _explain(self, post: SupervisedProcess) -> None:
-        """What an unready process said before it ended."""
+        """Print the output of a process that ended before it was ready."""
         for line in post.said:
             self._log.line(post.name, line)
         post.said.clear()
@@ -363,7 +364,7 @@ class _Instances(msgspec.Struct):
 
 
 async def _ready_instances(http: aiohttp.ClientSession, url: str) -> list[str]:
-    """Names of those that the router would send work to; none while it does not answer."""
+    """Names of the instances in state ready; empty while the router does not answer."""
     try:
         async with http.get(f"{url}/v1/instances") as response:
             found = msgspec.json.decode(await response.read(), type=_Instances)
@@ -382,7 +383,7 @@ def _ending(code: int) -> str:
 
 
 def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
-    """To all of its session, so that nothing that it started is left."""
+    """Signal the whole session of the process, so that its children get it too."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)
 

@@ -1,4 +1,5 @@
-"""What an instance's next heartbeat to its router says: the engine's gauges, changes of cached prefixes, phases entered."""
+"""Assembles an instance's heartbeats to its router: gauges, changes of cached prefixes, phases entered since the last
+one."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ NO_GAUGES = SchedulerGauges()
 
 
 class CachedPrefixes:
-    """Changes of cached prefixes that wait for a beat. Those before the engine's answer to TellNames are void."""
+    """Changes of cached prefixes not sent yet. Changes before the engine's answer to ReportChanges are ignored."""
 
     def __init__(self) -> None:
         self.void()
@@ -45,15 +46,15 @@ class CachedPrefixes:
 class Heartbeats:
     def __init__(self, has: Callable[[int], bool]) -> None:
         self._has = has
-        """Whether a request is a router's, by serial."""
+        """Whether a serial belongs to a request of the router."""
         self._gauges = NO_GAUGES
         self._computing = False
         self._prefixes = CachedPrefixes()
         self._notes: list[tuple[int, str, int]] = []
-        """(serial, phase, when)"""
+        """(serial, phase, time entered)"""
 
     def void(self) -> None:
-        """The session is over: the next one begins with nothing said."""
+        """Forget what is pending: the session is over."""
         self._prefixes.void()
         self._notes.clear()
 
@@ -77,7 +78,7 @@ def _keys(data: bytes) -> Iterator[bytes]:
 
 
 def _taken(keys: dict[bytes, None]) -> bytes:
-    """As many as a beat may have; the others wait for the next."""
+    """Remove and return as many keys as one heartbeat may have; the rest waits for the next."""
     taken = list(keys)[:KEYS_A_BEAT_MAX] if len(keys) > KEYS_A_BEAT_MAX else list(keys)
     for key in taken:
         del keys[key]

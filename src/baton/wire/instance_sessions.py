@@ -1,23 +1,23 @@
-"""An instance's sessions with its router, one after the other: what is said when, and which requests are the router's.
+"""An instance's successive sessions with its router: which messages are sent when, and which requests are the router's.
 
-    messages = sessions.opened(now)         a session is there: who we are, everything that is held, and that this was all
-    effects  = sessions.heard(message, now) what the router says: orders for the engine, answers for the router
-    effects  = sessions.take(message, now)  what the engine says of requests that are a router's
-    sessions.lost(reason, now)              the session is over; what is open goes on, and is kept for a while
+    messages = sessions.opened(now)         a session opens: Join, every held group, AllHeldSaid
+    effects  = sessions.heard(message, now) a message of the router: orders for the engine, answers for the router
+    effects  = sessions.take(message, now)  a message of the engine about the router's requests
+    sessions.lost(reason, now)              the session is over; open requests continue and are kept for a grace period
 
-The session is in one state (AWAY, JOINING, SERVING, TURNED_AWAY). `held_choices` has the choices that a router has placed
-here, and what becomes of them.
+The session is in one state (AWAY, JOINING, SERVING, TURNED_AWAY). `held_choices` records the choices that a router has
+placed here.
 
-A place that the engine has not answered when its session is lost is kept: answered before the next session opens, it is
-among what is held, and a router that was started anew may find its client's request in it. Still unanswered when the next
-session opens, it has no serial by which the router could be told of it: it is dropped.
+A place that the engine has not answered when its session is lost is kept. If the answer comes before the next session
+opens, the group is reported as held, and a restarted router can match it to its client's request. A place still unanswered
+when the next session opens is dropped: it has no serial by which to report it.
 
-Promises: within a session the router hears of each place one answer and of each choice that it placed or was told of every
-row, in order, none twice, up to its end; what `opened` says of a choice and the rows after it are its whole history. A name
-of a prefix is said once in a session.
+Promises: within a session the router gets one answer to each place and, of each choice that it placed or that was reported
+to it, every row up to the end, in order, none twice; the report of `opened` and the rows after it are the choice's whole
+output. A prefix key is reported once in a session.
 
-It trusts its engine and not the router: what a router says is checked, so that it cannot harm the engine or the clients of
-this instance's own HTTP address. It has no clock, socket or task in it.
+The engine is trusted, the router is not: its messages are checked, so that it cannot harm the engine or the clients of this
+instance's own HTTP address. Pure: no clock, socket or task.
 """
 
 from __future__ import annotations
@@ -76,24 +76,24 @@ SESSION_TRANSITIONS: dict[tuple[InstanceSessionState, InstanceSessionMove], Inst
 }
 
 TELLING = (InstanceSessionState.SERVING, InstanceSessionState.JOINING)
-"""What comes after the held groups were said follows them, whether or not the answer is there yet."""
+"""States in which output is sent to the router: it follows the held groups also before the router has answered."""
 
 
 @dataclass(slots=True)
 class SessionEffects:
-    """What is to be done, in this order of fields."""
+    """What the driver must do, in the order of the fields."""
 
     orders: list[ToEngine] = field(default_factory=list)
     says: list[FromInstance] = field(default_factory=list)
     neighbours: tuple[str, ...] | None = None
-    """The instances that prefill for this one now; None: as before."""
+    """The prefill peers of this instance; None: unchanged."""
     drain: bool = False
-    """The router wants this instance to take nothing new."""
+    """The router asks this instance to drain."""
     welcomed: Welcome | None = None
     turned_away: str | None = None
-    """The router does not want us, and why; the session is to be closed."""
+    """Why the router rejected this instance; the session must be closed."""
     fenced: str | None = None
-    """It never will: a later life of this name is there."""
+    """Set with `turned_away` where the rejection is final: a later incarnation of this name has joined."""
 
 
 class InstanceSessions:
@@ -103,12 +103,12 @@ class InstanceSessions:
         self._standing = InstanceSessionState.AWAY
         self._standings = StateMachine(SESSION_TRANSITIONS, "a session")
         self._lost_us: int | None = None
-        """Since when no router has known of what is held; None while one does."""
+        """Since when no router knows of the held choices; None while one does."""
         self._draining = join.draining
         self._choices = HeldChoices()
         self._beats = Heartbeats(self._choices.has)
         self._unsent: list[ToEngine] = []
-        """Orders that came of opening a session: they go out with the router's first word."""
+        """Orders from opening a session; sent with the router's first message."""
 
     # ── the session ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -117,11 +117,11 @@ class InstanceSessions:
         return self._standing
 
     def moves(self) -> dict[tuple[HeldState, HeldMove], int]:
-        """How often each transition of a choice was taken."""
+        """Count of each transition of choices."""
         return self._choices.moves()
 
     def turns(self) -> dict[tuple[InstanceSessionState, InstanceSessionMove], int]:
-        """How often each transition of the session was taken."""
+        """Count of each transition of the session."""
         return self._standings.moves()
 
     @property
@@ -131,23 +131,23 @@ class InstanceSessions:
 
     @property
     def kept_choices(self) -> int:
-        """Choices of which a router will be told when it is there again."""
+        """Choices that will be reported to the next router session."""
         return self._choices.kept
 
     @property
     def held_choices(self) -> int:
-        """Choices of which something is kept."""
+        """Choices of which the output is kept."""
         return self._choices.held
 
     def opened(self, now_us: int) -> list[FromInstance]:  # noqa: ARG002
-        """The first messages of a session. Everything that `take` says from here on comes after them."""
+        """The first messages of a session. Everything that `take` returns from here on is sent after them."""
         self._turn(InstanceSessionMove.OPEN)
         held, orders = self._choices.next_session()
         self._unsent += orders
         return [msgspec.structs.replace(self._join, draining=self._draining), *held, AllHeldSaid()]
 
     def lost(self, reason: str, now_us: int) -> None:  # noqa: ARG002
-        """The session is over. A second loss, or one before the welcome, does not make the grace longer."""
+        """The session is over. A second loss, or one before the welcome, does not extend the grace period."""
         self._turn(InstanceSessionMove.LOSE)
         self._beats.void()
         if self._lost_us is None:
@@ -166,7 +166,7 @@ class InstanceSessions:
         return SessionEffects(orders=[*self._flushed(), *self._choices.drop_everything()])
 
     def leave(self) -> list[FromInstance]:
-        """This instance was told to stop: nothing new, please."""
+        """Tell the router that this instance takes no new requests."""
         said, self._draining = self._draining, True
         return [Leaving()] if not said and self._standing in TELLING else []
 
@@ -177,10 +177,10 @@ class InstanceSessions:
         orders, self._unsent = self._unsent, []
         return orders
 
-    # ── what the router says ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── messages of the router ───────────────────────────────────────────────────────────────────────────────────────────
 
     def heard(self, message: FromRouter, now_us: int) -> SessionEffects:  # noqa: ARG002
-        """A WireError means that the router broke the rules; nothing has changed then."""
+        """Raises WireError where the router broke the protocol; nothing has changed then."""
         match message:
             case Welcome():
                 return self._welcomed(message)
@@ -228,13 +228,13 @@ class InstanceSessions:
             return SessionEffects(says=[refused(place.ticket, refusal)])
         return SessionEffects(orders=self._choices.place(place))
 
-    # ── what the engine says ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── messages of the engine ───────────────────────────────────────────────────────────────────────────────────────────
 
     def owns_ticket(self, ticket: int) -> bool:
         return ticket >= FIRST_ROUTED_TICKET
 
     def split(self, output: StepOutput) -> tuple[StepOutput | None, StepOutput | None]:
-        """The router's part, and that of the front end's own requests."""
+        """Split a step into the router's part and the front end's own part."""
         return split(output, self._choices.open) if self._choices.open else (None, output)
 
     def take(self, message: Accepted | RefusedMessage | StepOutput, now_us: int) -> SessionEffects:  # noqa: ARG002
@@ -261,14 +261,14 @@ class InstanceSessions:
         self._choices.write_down(output, serials)
         return SessionEffects(says=[] if known is None else [known])
 
-    # ── beats ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── heartbeats ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def feel(self, pulse: Pulse, now_us: int) -> None:
-        """The engine's pulse, once for each: the next beat says it."""
+        """Record a pulse of the engine for the next heartbeat. Call once per pulse."""
         self._beats.feel(pulse, self._standing is InstanceSessionState.SERVING, now_us)
 
     def beat(self, pulse: Pulse | None, silent_us: int, now_us: int) -> HeartbeatMessage | None:
-        """A sign of life for the router; None where there is none. `pulse` is one that was not given before."""
+        """The next heartbeat; None while not serving. `pulse` must not have been recorded before."""
         if pulse is not None:
             self.feel(pulse, now_us)
         return self._beats.beat(silent_us, now_us) if self._standing is InstanceSessionState.SERVING else None

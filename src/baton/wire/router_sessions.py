@@ -1,20 +1,20 @@
-"""The router's end of its sessions with instances: attempts of `core.routing` on one side, tickets and serials on the other.
+"""The router's sessions with instances: translates attempts of `core.routing` to tickets and serials, and back.
 
-    session = sessions.connected(now)                      an instance has dialled and proved the key
-    acts    = sessions.heard(session, message, now)        what it said: messages to send, news for clients
+    session = sessions.connected(now)                      an instance has connected and proved the key
+    acts    = sessions.heard(session, message, now)        a message of it: messages to send, news for clients
     acts    = sessions.submit(tenant, group, origin, now)  … and leave, cut, claim, drain, tick
 
 The router decides; this translates. Each session has one `RequestTable` and the attempts that were sent there:
 
-    NEW ── Join ──▶ JOINING ── HeldGroup … Settled ──▶ ADMITTED    or turned away, and closed
+    NEW ── Join ──▶ JOINING ── HeldGroup … AllHeldSaid ──▶ ADMITTED    or rejected, and closed
 
-    attempt: unanswered ── accepted ──▶ its choices run, each with a serial ── all have ended, and the router wants nothing
-               │                                                               more of it ──▶ Forget is said
-               └── all called back: abandoned; what the instance accepts is cancelled unheard
+    attempt: unanswered ── accepted ──▶ its choices run, each with a serial ── all have ended, and the router has released
+               │                                                               the attempt ──▶ ForgetSerials is sent
+               └── all cancelled: abandoned; requests that the instance still accepts are cancelled and not reported
 
-Promises: the router hears of an attempt at most one answer, of a choice each row once, in order, up to its end, and nothing
-of what it has called back. Nothing is heard of a session that was closed or lost. An instance that breaks the rules gives a
-WireError before the router has heard anything of that message; the driver closes the session and says `lost`.
+Promises: the router gets at most one answer to an attempt, of a choice each row once, in order, up to its end, and nothing
+of what it has cancelled. Nothing is reported of a session that was closed or lost. An instance that breaks the protocol
+causes a WireError before any part of that message reaches the router; the driver closes the session and calls `lost`.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ from baton.wire.router_messages import (
 
 JOIN_US = 10_000_000
 RECENT_MAX = 4096
-"""Requests of a session whose notes can still be placed after they have ended."""
+"""Requests of a session whose phase notes are still matched after they have ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ Act = (
     | FleetChanged
 )
 NEWS = (DeliverTokens, TimelineNoted, RequestOpened, RequestDeclined, FleetChanged, UnclaimedFound, UnclaimedDropped)
-"""Effects that are acts as they are; the commonest first."""
+"""Effects that are passed on as acts; the most common first."""
 
 
 class RouterSessionState(Enum):
@@ -135,7 +135,7 @@ class RouterSessionState(Enum):
 
 
 class RouterSessionMove(Enum):
-    """What can happen to a session."""
+    """The events of a session."""
 
     JOIN = "join"
     ADMIT = "admitted"
@@ -153,7 +153,7 @@ SESSION_TRANSITIONS: dict[tuple[RouterSessionState, RouterSessionMove], RouterSe
 
 @dataclass(slots=True, eq=False)
 class _SentChoice:
-    """A choice at an instance."""
+    """One choice of an attempt at an instance."""
 
     id: ChoiceAttempt
     sent: _SentAttempt
@@ -162,25 +162,25 @@ class _SentChoice:
     logprobs: bool
     serial: int | None = None
     heard: bool = True
-    """Until the router calls it back."""
+    """Whether its output is passed to the router: until the router cancels it."""
     cancelled: bool = False
-    """So the instance keeps nothing of it."""
+    """Whether a cancel was sent: the instance keeps nothing of it then."""
     over: bool = False
     keep: int | None = None
-    """It was cut before the instance had answered."""
+    """The StopAt to send once the instance has answered: tokens to keep."""
 
 
 @dataclass(slots=True, eq=False)
 class _SentAttempt:
-    """An attempt, from its sending until the instance need not keep anything of it."""
+    """An attempt, from sending until the instance may forget it."""
 
     id: AttemptId
     ticket: int | None
-    """Until it is answered."""
+    """None once it is answered."""
     choices: dict[int, _SentChoice] = field(default_factory=dict)
-    """By choice, in the order in which they were sent."""
+    """By index, in the order sent."""
     forget: bool = False
-    """The router wants nothing more of it."""
+    """Whether the router has released the attempt."""
 
 
 @dataclass(slots=True, eq=False)
@@ -189,21 +189,21 @@ class _InstanceSession:
 
     number: Session
     due_us: int
-    """By when it must have joined."""
+    """The deadline for joining."""
     standing: RouterSessionState = RouterSessionState.NEW
     table: RequestTable = field(default_factory=RequestTable)
     join: Join | None = None
     held: dict[int, HeldChoice] = field(default_factory=dict)
-    """By serial, until it is admitted."""
+    """By serial, until the instance is admitted."""
     groups: int = 0
     bytes: int = 0
     attempts: dict[AttemptId, _SentAttempt] = field(default_factory=dict)
     tickets: dict[int, _SentAttempt] = field(default_factory=dict)
-    """Those that the instance has not answered and that are not abandoned."""
+    """Attempts that the instance has not answered and that are not abandoned."""
     running: dict[int, _SentChoice] = field(default_factory=dict)
-    """By serial: what the instance has not ended, and of which the request table tells."""
+    """By serial: choices that have not ended and that the request table reports."""
     recent: dict[int, ChoiceAttempt] = field(default_factory=dict)
-    """By serial."""
+    """By serial, for matching phase notes."""
 
     def joined(self) -> Join:
         if self.join is None:
@@ -221,7 +221,7 @@ class RouterSessions:
         self._standings = StateMachine(SESSION_TRANSITIONS, "a session")
 
     def turns(self) -> dict[tuple[RouterSessionState, RouterSessionMove], int]:
-        """How often each transition of a session was taken."""
+        """Count of each transition of sessions."""
         return self._standings.moves()
 
     def _turn(self, session: _InstanceSession, turn: RouterSessionMove) -> None:
@@ -244,7 +244,7 @@ class RouterSessions:
         return self._told(InstanceLost(number, reason), now_us) if known else []
 
     def heard(self, number: Session, message: FromInstance, now_us: int) -> list[Act]:
-        """A WireError means that the instance broke the rules: close the session and say that it is lost."""
+        """Raises WireError where the instance broke the protocol: close the session and call `lost`."""
         session = self._sessions.get(number)
         if session is None:
             return []
@@ -295,14 +295,14 @@ class RouterSessions:
             raise InvariantViolated(f"the router neither admitted session {session.number} nor turned it away")
         return acts
 
-    # ── clients ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── requests of clients ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def submit(
         self, tenant: str, group: Sequence[Submission], origin: bytes, now_us: int
     ) -> tuple[RequestNumber, list[Act]]:
         self._requests_made += 1
         number = RequestNumber(self._requests_made)
-        # What no instance could take must not be offered to one after the other: each would end its session over it.
+        # A group that exceeds the limits would end the session of every instance it is offered to.
         refusal = _too_large(group, origin)
         if refusal is not None:
             return number, [RequestDeclined(number, refusal)]
@@ -315,7 +315,7 @@ class RouterSessions:
         return self._told(StopStringFound(number, choice, keep), now_us)
 
     def claim(self, number: RequestNumber, now_us: int, group: Sequence[Submission] = ()) -> list[Act]:
-        """`group`: all choices as they were asked for, where that is known: those that no instance holds begin anew."""
+        """`group`: all choices as asked for, where known; choices that no instance holds start anew."""
         return self._told(RequestClaimed(number, tuple(group)), now_us)
 
     def drain(self, name: str, now_us: int) -> list[Act]:
@@ -331,12 +331,12 @@ class RouterSessions:
         return min((time for time in (*times, self.router.next_deadline()) if time is not None), default=None)
 
     def _close_strangers(self, now_us: int) -> list[Act]:
-        """Close the sessions in which no instance has joined in time."""
+        """Close sessions in which no instance has joined in time."""
         strangers = [session for session in self._sessions.values() if session.standing is not RouterSessionState.ADMITTED]
         late = [session for session in strangers if session.due_us <= now_us]
         return [self._close(session, f"it has not joined within {JOIN_US // 1_000_000} s") for session in late]
 
-    # ── what an instance says of attempts ────────────────────────────────────────────────────────────────────────────────
+    # ── messages of an instance about attempts ───────────────────────────────────────────────────────────────────────────
 
     def _accepted(self, session: _InstanceSession, message: Accepted, now_us: int) -> list[Act]:
         sent = session.tickets.get(message.ticket)
@@ -382,7 +382,7 @@ class RouterSessions:
         handle = self.router.handle
         for event in news:
             if session.standing is RouterSessionState.OVER:
-                break  # by what came of the rows before
+                break  # closed by the effects of earlier rows
             for effect in handle(event, now_us):
                 if type(effect) is DeliverTokens:
                     acts.append(effect)
@@ -390,7 +390,7 @@ class RouterSessions:
                     self._do(effect, acts)
         return acts
 
-    # ── what the router wants ────────────────────────────────────────────────────────────────────────────────────────────
+    # ── effects of the router ────────────────────────────────────────────────────────────────────────────────────────────
 
     def _told(self, event: RouterEvent, now_us: int) -> list[Act]:
         acts: list[Act] = []
@@ -404,7 +404,7 @@ class RouterSessions:
             return
         session = self._sessions.get(effect.session)
         if session is None:
-            return  # lost meanwhile; the router hears of it, or has
+            return  # lost meanwhile; the router gets or has got InstanceLost
         match effect:
             case SendAttempt():
                 acts.append(self._place(session, effect))
@@ -470,7 +470,7 @@ class RouterSessions:
 
 
 def _says(session: _InstanceSession, orders: Sequence[ToEngine | None]) -> list[Act]:
-    """Orders of the request table, which an instance takes as its engine would; None is one that is not needed any more."""
+    """Messages for orders of the request table; None entries are skipped."""
     return [SayToInstance(session.number, order) for order in orders if isinstance(order, Cancel | StopAt)]
 
 
@@ -490,7 +490,7 @@ def _begin(session: _InstanceSession, run: _SentChoice, serial: int) -> None:
 
 
 def _news(session: _InstanceSession, step: StepColumns) -> list[TokensCame]:
-    """What a step brought to those of whom the router hears; a WireError where it cannot be."""
+    """The step's output for choices that are passed to the router. Raises WireError where it is impossible."""
     number, vocabulary, runs = session.number, session.joined().vocabulary, session.running
     serials, tokens = step.serials, step.tokens
     if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
@@ -506,7 +506,7 @@ def _news(session: _InstanceSession, step: StepColumns) -> list[TokensCame]:
         if begin > end or run.left < 0:
             raise WireError(f"{end - begin} tokens of serial {serial}, which may have {run.left + end - begin}")
         lines = extras.get(row) if run.logprobs else None
-        if lines is not None:  # an executor may have none
+        if lines is not None:  # an executor may compute none
             check_lines(lines, end - begin, vocabulary)
         if run.heard:
             hit = cached.get(serial)
@@ -561,7 +561,7 @@ def _forget(session: _InstanceSession, attempt: AttemptId) -> list[Act]:
 
 
 def _let_go(session: _InstanceSession, sent: _SentAttempt) -> list[Act]:
-    """Once all of an attempt is over and the router wants nothing more of it, the instance need not keep it."""
+    """Send ForgetSerials once all choices of the attempt are over and the router has released it."""
     runs = sent.choices.values()
     if not all(run.over for run in runs) or not (sent.forget or not any(run.heard for run in runs)):
         return []
