@@ -65,7 +65,7 @@ class RestartPolicy:
         return RestartAfter(at_us)
 
     def _delay_us(self) -> int:
-        """None before the first restart; from then on it doubles."""
+        """0 for the first restart; FIRST_DELAY_US for the second, then doubling."""
         if self._short_lives == 0:
             return 0
         doublings = min(self._short_lives - 1, 32)  # bounds the exponent, far beyond any longest delay
