@@ -118,7 +118,7 @@ async def test_it_joins_and_beats(router: RouterSide) -> None:
         assert await router.next(Join) == JOIN
         await router.next(AllHeldSaid)
         await one.engine.until(ReportChanges())
-        one.membership.feel(Pulse(NO_GAUGES, True, True, bytes(KEY_BYTES), b"", ()))
+        one.membership.record_pulse(Pulse(NO_GAUGES, True, True, bytes(KEY_BYTES), b"", ()))
         beat = await router.beat_where(lambda beat: beat.fresh)
         assert (beat.computing, beat.named) == (True, bytes(KEY_BYTES))
         for _ in range(3):  # though the engine says nothing more

@@ -100,7 +100,7 @@ class MemoryMember:
         self._act(SessionEffects(says=self.relay.opened(monotonic_us())))
 
     def hear(self, frame: bytes) -> None:
-        self._act(self.relay.heard(decode_from_router(frame), monotonic_us()))
+        self._act(self.relay.receive(decode_from_router(frame), monotonic_us()))
 
     def lost(self, reason: str) -> None:
         self.line = None

@@ -174,7 +174,7 @@ class Member:
         self.fenced = self.fenced or out.fenced
         for order in out.orders:
             self.order(order)
-        self.say(out.says)
+        self.say(out.messages)
 
     def say(self, messages: Sequence[FromInstance]) -> None:
         if self.line is not None:
@@ -408,9 +408,9 @@ class World:
             if self._break(member):
                 continue
             if line.up:
-                self.do(self.switch.heard(line.session, decode_from_instance(line.up.popleft()), self.now_us))
+                self.do(self.switch.receive(line.session, decode_from_instance(line.up.popleft()), self.now_us))
             elif line.down:
-                member.act(member.relay.heard(decode_from_router(line.down.popleft()), self.now_us))
+                member.act(member.relay.receive(decode_from_router(line.down.popleft()), self.now_us))
         return moved
 
     def _break(self, member: Member) -> bool:
@@ -445,7 +445,7 @@ class World:
     def go_on(self) -> None:
         if not self.turn():
             self._sleep()
-        elif self._waiting and all(m.relay.standing is InstanceSessionState.SERVING for m in self.members if not m.dead):
+        elif self._waiting and all(m.relay.state is InstanceSessionState.SERVING for m in self.members if not m.dead):
             self._claim_all()
         self.now_us += TURN_US
 

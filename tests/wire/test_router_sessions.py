@@ -21,6 +21,7 @@ from baton.core.routing.events import (
     AttemptRefused,
     CancelChoices,
     CloseSession,
+    DeadlineCame,
     DeliverTokens,
     ForgetChoices,
     HeartbeatCame,
@@ -344,7 +345,7 @@ class Hand:
     def hear(self, message: FromInstance, *effects: RouterEffect) -> list[object]:
         """What is said, and told to clients, after this."""
         self.router.says += effects
-        return self._plain(self.switch.heard(self.session, decode_from_instance(encode_membership(message)), 0))
+        return self._plain(self.switch.receive(self.session, decode_from_instance(encode_membership(message)), 0))
 
     def want(self, *effects: RouterEffect) -> list[object]:
         self.router.says += effects
@@ -367,7 +368,7 @@ class Hand:
 
     def news(self) -> list[RouterEvent]:
         """What the router heard since the last time; its ticks aside."""
-        heard = [event for event in self.router.heard if type(event).__name__ != "Due"]
+        heard = [event for event in self.router.heard if not isinstance(event, DeadlineCame)]
         self.router.heard.clear()
         return heard
 
@@ -484,14 +485,14 @@ def test_the_router_hears_what_was_held_and_is_told_of_phases_by_attempt() -> No
     switch = RouterSessions(router, "router")  # type: ignore[arg-type]
     session = switch.connected(0)
     for message in (JOIN, held_group(3, 4)):
-        switch.heard(session, message, 0)
+        switch.receive(session, message, 0)
     router.says.append(AdmitInstance(session, ((4, which(2, 1)),)))
-    switch.heard(session, AllHeldSaid(), 0)
+    switch.receive(session, AllHeldSaid(), 0)
     (joined,) = router.heard
     assert isinstance(joined, InstanceJoined)
     assert [(choice.serial, choice.choice, choice.tokens) for choice in joined.held] == [(3, 0, (7,)), (4, 1, (7,))]
     notes = ((3, "WAITING", 1), (4, "RUNNING_DECODE", 2), (5, "WAITING", 3))
-    switch.heard(session, HeartbeatMessage(GAUGES, 0, True, True, b"k" * 32, b"", notes), 0)
+    switch.receive(session, HeartbeatMessage(GAUGES, 0, True, True, b"k" * 32, b"", notes), 0)
     beaten = router.heard[-1]
     assert isinstance(beaten, HeartbeatCame)
     assert beaten.sign.notes == (PhaseReport(which(2, 1), "RUNNING_DECODE", 2),)
@@ -503,14 +504,14 @@ def test_who_is_turned_away_is_told_why_and_not_heard_any_more() -> None:
     router = Script()
     switch = RouterSessions(router, "router")  # type: ignore[arg-type]
     session = switch.connected(0)
-    switch.heard(session, JOIN, 0)
+    switch.receive(session, JOIN, 0)
     router.says.append(RejectInstance(session, "another model", False))
-    assert switch.heard(session, AllHeldSaid(), 0) == [
+    assert switch.receive(session, AllHeldSaid(), 0) == [
         SayToInstance(session, TurnedAway("another model", False)),
         CloseConnection(session, "another model"),
     ]
     router.heard.clear()
-    assert switch.heard(session, Leaving(), 0) == switch.lost(session, "closed", 0) == []
+    assert switch.receive(session, Leaving(), 0) == switch.lost(session, "closed", 0) == []
     assert router.heard == []
     assert switch.connected(0) != session
 
@@ -546,9 +547,9 @@ def test_a_session_that_does_not_begin_as_it_should_is_an_error(said: list[FromI
     switch = RouterSessions(router, "router")  # type: ignore[arg-type]
     session = switch.connected(0)
     for message in said[:-1]:
-        switch.heard(session, message, 0)
+        switch.receive(session, message, 0)
     with pytest.raises(WireError):
-        switch.heard(session, said[-1], 0)
+        switch.receive(session, said[-1], 0)
     assert switch.lost(session, "broken", 0) == []
     assert router.heard == [], "the router never knew of it"
 
@@ -560,7 +561,7 @@ def test_who_does_not_join_in_time_is_closed() -> None:
     assert due_us == 5 + JOIN_US
     assert switch.tick(due_us - 1) == []
     assert [type(act) for act in switch.tick(due_us)] == [CloseConnection]
-    assert switch.heard(silent, JOIN, due_us) == []
+    assert switch.receive(silent, JOIN, due_us) == []
     assert switch.next_deadline() is None
     assert joined.switch.tick(10 * JOIN_US) == joined.switch.tick(20 * JOIN_US) == []
 
@@ -568,7 +569,7 @@ def test_who_does_not_join_in_time_is_closed() -> None:
 def test_every_turn_of_a_session_is_counted() -> None:
     hand, late = Hand(), RouterSessions(Script(), "router")  # type: ignore[arg-type]
     hand.switch.lost(hand.session, "reset", 0)
-    taken = {turn for turn, times in hand.switch.turns().items() if times}
+    taken = {turn for turn, times in hand.switch.session_moves().items() if times}
     assert taken == {
         (RouterSessionState.NEW, RouterSessionMove.JOIN),
         (RouterSessionState.JOINING, RouterSessionMove.ADMIT),
@@ -576,7 +577,7 @@ def test_every_turn_of_a_session_is_counted() -> None:
     }
     late.connected(0)
     late.tick(JOIN_US)
-    assert late.turns()[RouterSessionState.NEW, RouterSessionMove.CLOSE] == 1
+    assert late.session_moves()[RouterSessionState.NEW, RouterSessionMove.CLOSE] == 1
 
 
 def test_more_held_groups_than_may_be_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -585,10 +586,10 @@ def test_more_held_groups_than_may_be_are_an_error(monkeypatch: pytest.MonkeyPat
             patch.setattr(f"baton.wire.router_sessions.{name}", value)
             switch = RouterSessions(Script(), "router")  # type: ignore[arg-type]
             session = switch.connected(0)
-            switch.heard(session, JOIN, 0)
-            switch.heard(session, held_group(3), 0)
+            switch.receive(session, JOIN, 0)
+            switch.receive(session, held_group(3), 0)
             with pytest.raises(WireError, match="held"):
-                switch.heard(session, held_group(4), 0)
+                switch.receive(session, held_group(4), 0)
 
 
 def test_whatever_an_instance_tells_that_it_holds_a_router_takes_and_a_line_carries(
@@ -733,15 +734,15 @@ def test_what_a_broken_instance_had_goes_on_elsewhere() -> None:
     sessions: list[Session] = []
     for name in ("d0", "d1"):
         sessions.append(switch.connected(0))
-        switch.heard(sessions[-1], msgspec.structs.replace(JOIN, name=name), 0)
-        switch.heard(sessions[-1], AllHeldSaid(), 0)
+        switch.receive(sessions[-1], msgspec.structs.replace(JOIN, name=name), 0)
+        switch.receive(sessions[-1], AllHeldSaid(), 0)
     number, acts = switch.submit("tenant", body("abc"), b"origin", 0)
     (placed,) = [act for act in acts if isinstance(act, SayToInstance)]
-    switch.heard(placed.session, Accepted(0, (1,)), 0)
-    (came,) = [a for a in switch.heard(placed.session, step([(1, [7])]), 0) if isinstance(a, DeliverTokens)]
+    switch.receive(placed.session, Accepted(0, (1,)), 0)
+    (came,) = [a for a in switch.receive(placed.session, step([(1, [7])]), 0) if isinstance(a, DeliverTokens)]
     assert (came.request, came.tokens) == (number, [7])
     with pytest.raises(WireError):
-        switch.heard(placed.session, step([(1, [1000])]), 0)
+        switch.receive(placed.session, step([(1, [1000])]), 0)
     again = [act for act in switch.lost(placed.session, "broken", 0) if isinstance(act, SayToInstance)]
     assert [act.session for act in again if isinstance(act.message, PlaceAttempt)] == [
         session for session in sessions if session != placed.session

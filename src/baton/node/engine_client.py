@@ -66,7 +66,7 @@ class EngineSharer(Protocol):
     def take(self, message: Accepted | RefusedMessage | StepOutput) -> None:
         """Take a message that belongs to the sharer."""
 
-    def feel(self, pulse: Pulse) -> None: ...
+    def record_pulse(self, pulse: Pulse) -> None: ...
 
 
 class EngineClient:
@@ -304,7 +304,7 @@ def _own(message: FromEngine, sharer: EngineSharer) -> FromEngine | None:
             sharer.take(message)
             return None
         case Pulse():
-            sharer.feel(message)
+            sharer.record_pulse(message)
             return None
         case _:
             return message

@@ -27,8 +27,8 @@ from baton.wire.peer_messages import (
     Registration,
     Unfit,
     decode_registration,
-    decode_to_giver,
-    decode_to_taker,
+    decode_to_decode_side,
+    decode_to_prefill_side,
     encode_peer,
     encode_registration,
 )
@@ -206,7 +206,7 @@ class PeerSession:
             if self.stage is SessionStage.REGISTERING:
                 self._hear_registration(decode_registration(frame))
             elif self.stage is SessionStage.OPEN:
-                self._hear(decode_to_giver(frame) if self._me.role.gives else decode_to_taker(frame))
+                self._hear(decode_to_prefill_side(frame) if self._me.role.gives else decode_to_decode_side(frame))
 
     def _hear_registration(self, message: Registration) -> None:
         match message:

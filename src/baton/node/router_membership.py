@@ -133,8 +133,8 @@ class RouterMembership:
     def take(self, message: Accepted | RefusedMessage | StepOutput) -> None:
         self._carry_out(self._sessions.take(message, monotonic_us()))
 
-    def feel(self, pulse: Pulse) -> None:
-        self._sessions.feel(pulse, monotonic_us())
+    def record_pulse(self, pulse: Pulse) -> None:
+        self._sessions.record_pulse(pulse, monotonic_us())
 
     # ── events of the connection ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -146,7 +146,7 @@ class RouterMembership:
         self._say(self._sessions.opened(self._opened_us))
 
     def heard(self, line: SealedConnection, frame: bytes) -> None:
-        self._carry_out(self._sessions.heard(decode_from_router(frame), monotonic_us()))
+        self._carry_out(self._sessions.receive(decode_from_router(frame), monotonic_us()))
         if self._turned_away is not None:
             line.part("turned away")
 
@@ -160,9 +160,9 @@ class RouterMembership:
     def _carry_out(self, out: SessionEffects) -> None:
         for order in out.orders:
             self._engine.forward(order)
-        self._say(out.says)
-        if out.neighbours is not None:
-            self._engine.forward(PrefillPeerAddresses(out.neighbours))
+        self._say(out.messages)
+        if out.prefill_peers is not None:
+            self._engine.forward(PrefillPeerAddresses(out.prefill_peers))
         if out.welcomed is not None:
             self._begin(out.welcomed)
         self._turned_away, self._fenced = out.turned_away or self._turned_away, out.fenced or self._fenced

@@ -118,7 +118,7 @@ class InstanceConnections:
         session = self._sessions.get(line)
         if session is not None:
             message, now_us = decode_from_instance(frame), self.clock_us()
-            self._perform(self.router_sessions.heard(session, message, now_us), now_us)
+            self._perform(self.router_sessions.receive(session, message, now_us), now_us)
 
     def ended(self, line: SealedConnection, end: ConnectionEnd) -> None:
         session = self._sessions.pop(line, None)

@@ -249,7 +249,7 @@ class RouterHost:
         try:
             message = decode_from_instance(frame)
             self.book.heard(session, message, now_us)
-            acts = self.switch.heard(session, message, now_us)
+            acts = self.switch.receive(session, message, now_us)
         except WireError as error:
             self._shut(session, str(error))
             self.lost(session, str(error))
@@ -276,7 +276,7 @@ class RouterHost:
         session = self.switch.connected(self.host.world.now_us)
         for frame in frames:
             try:
-                acts = self.switch.heard(session, decode_from_instance(frame), self.host.world.now_us)
+                acts = self.switch.receive(session, decode_from_instance(frame), self.host.world.now_us)
             except WireError as error:
                 acts = self.switch.lost(session, str(error), self.host.world.now_us)
             self._carry_out(acts)

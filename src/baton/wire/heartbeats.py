@@ -20,16 +20,16 @@ class CachedPrefixes:
         self.void()
 
     def void(self) -> None:
-        self._begun = False
+        self._is_reporting = False
         self._fresh = False
         self._named: dict[bytes, None] = {}
         self._forgotten: dict[bytes, None] = {}
 
     def add(self, pulse: Pulse) -> None:
         if pulse.fresh:
-            self._begun = self._fresh = True
+            self._is_reporting = self._fresh = True
             self._named, self._forgotten = {}, {}
-        if not self._begun:
+        if not self._is_reporting:
             return
         for key in _keys(pulse.forgotten):
             self._named.pop(key, None)
@@ -40,12 +40,12 @@ class CachedPrefixes:
 
     def take(self) -> tuple[bool, bytes, bytes]:
         fresh, self._fresh = self._fresh, False
-        return fresh, _taken(self._named), _taken(self._forgotten)
+        return fresh, _take_keys(self._named), _take_keys(self._forgotten)
 
 
 class Heartbeats:
-    def __init__(self, has: Callable[[int], bool]) -> None:
-        self._has = has
+    def __init__(self, is_routed: Callable[[int], bool]) -> None:
+        self._is_routed = is_routed
         """Whether a serial belongs to a request of the router."""
         self._gauges = NO_GAUGES
         self._computing = False
@@ -58,12 +58,12 @@ class Heartbeats:
         self._prefixes.void()
         self._notes.clear()
 
-    def feel(self, pulse: Pulse, serving: bool, now_us: int) -> None:
+    def record_pulse(self, pulse: Pulse, serving: bool, now_us: int) -> None:
         self._gauges, self._computing = pulse.gauges, pulse.computing
         if not serving:
             return
         self._prefixes.add(pulse)
-        self._notes += [(serial, phase, now_us - ago) for serial, phase, ago in pulse.notes if self._has(serial)]
+        self._notes += [(serial, phase, now_us - ago) for serial, phase, ago in pulse.notes if self._is_routed(serial)]
         del self._notes[:-NOTES_A_BEAT_MAX]
 
     def beat(self, silent_us: int, now_us: int) -> HeartbeatMessage:
@@ -77,7 +77,7 @@ def _keys(data: bytes) -> Iterator[bytes]:
     return (data[at : at + KEY_BYTES] for at in range(0, len(data), KEY_BYTES))
 
 
-def _taken(keys: dict[bytes, None]) -> bytes:
+def _take_keys(keys: dict[bytes, None]) -> bytes:
     """Remove and return as many keys as one heartbeat may have; the rest waits for the next."""
     taken = list(keys)[:KEYS_A_BEAT_MAX] if len(keys) > KEYS_A_BEAT_MAX else list(keys)
     for key in taken:

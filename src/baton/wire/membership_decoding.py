@@ -18,7 +18,7 @@ from baton.wire.engine_messages import LogprobLine, WireError, logprob_lines, nu
 from baton.wire.router_messages import HeartbeatMessage, HeldChoiceMessage, HeldGroup, check_group, check_tokens
 
 
-def sign_of(beat: HeartbeatMessage, attempts: Mapping[int, ChoiceAttempt]) -> Heartbeat:
+def heartbeat_of(beat: HeartbeatMessage, attempts: Mapping[int, ChoiceAttempt]) -> Heartbeat:
     """The heartbeat as the router takes it. `attempts` is by serial; notes of other serials are left out."""
     names = CachedKeysChanged(beat.fresh, _keys(beat.named), _keys(beat.forgotten))
     notes = tuple(

@@ -84,8 +84,8 @@ class _Versioned(msgspec.Struct, tag="register", frozen=True):
 _encoder = msgspec.msgpack.Encoder(enc_hook=encoded_array)
 _registration: msgspec.msgpack.Decoder[Registration] = msgspec.msgpack.Decoder(Registration)
 _versioned: msgspec.msgpack.Decoder[_Versioned] = msgspec.msgpack.Decoder(_Versioned)
-_to_giver: msgspec.msgpack.Decoder[ToPrefillSide] = msgspec.msgpack.Decoder(ToPrefillSide, dec_hook=decoded_array)
-_to_taker: msgspec.msgpack.Decoder[ToDecodeSide] = msgspec.msgpack.Decoder(ToDecodeSide, dec_hook=decoded_array)
+_to_prefill_side: msgspec.msgpack.Decoder[ToPrefillSide] = msgspec.msgpack.Decoder(ToPrefillSide, dec_hook=decoded_array)
+_to_decode_side: msgspec.msgpack.Decoder[ToDecodeSide] = msgspec.msgpack.Decoder(ToDecodeSide, dec_hook=decoded_array)
 
 
 # ── encoding ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -97,10 +97,10 @@ def encode_registration(message: Registration) -> bytes:
 
 def encode_peer(message: PeerMessage) -> bytes:
     """Encode a message; long reasons are cut. Raises WireError where the frame is over the limit."""
-    return _bounded(_sayable(message))
+    return _bounded(_sendable(message))
 
 
-def _sayable(message: PeerMessage) -> PeerMessage:
+def _sendable(message: PeerMessage) -> PeerMessage:
     if isinstance(message, Ask) and message.submission.leader is not None:
         submission = message.submission
         raise WireError(f"{submission.request_id!r} follows {submission.leader!r}; only leaders are asked for")
@@ -137,20 +137,20 @@ def decode_registration(frame: bytes) -> Registration:
 
 def _check_version(frame: bytes) -> None:
     """Other versions may have other fields, so the version is read from any frame tagged as a registration."""
-    spoken = decoded(_versioned, frame, "a registration").version
-    if spoken != PEERING_VERSION:
-        raise WireError(f"the other side speaks version {spoken} of the peer messages, this one {PEERING_VERSION}")
+    version = decoded(_versioned, frame, "a registration").version
+    if version != PEERING_VERSION:
+        raise WireError(f"the other side speaks version {version} of the peer messages, this one {PEERING_VERSION}")
 
 
-def decode_to_giver(frame: bytes) -> ToPrefillSide:
-    message = decoded(_to_giver, frame, "a message to a giver")
+def decode_to_prefill_side(frame: bytes) -> ToPrefillSide:
+    message = decoded(_to_prefill_side, frame, "a message to a giver")
     if isinstance(message, Ask):
         _check_submission(message.submission)
     return message
 
 
-def decode_to_taker(frame: bytes) -> ToDecodeSide:
-    message = decoded(_to_taker, frame, "a message to a taker")
+def decode_to_decode_side(frame: bytes) -> ToDecodeSide:
+    message = decoded(_to_decode_side, frame, "a message to a taker")
     if isinstance(message, Commit) and message.logprobs is not None:
         return msgspec.structs.replace(message, logprobs=_first_logprobs(message.logprobs))
     return message

@@ -92,7 +92,7 @@ TRANSITIONS: dict[tuple[EntryState, EntryMove], EntryState] = {
 }
 """ACCEPT moves a ticket into the first state of its serials."""
 
-HEARD = (EntryState.OPEN, EntryState.STOPPING, EntryState.SUBMITTED)
+REPORTED = (EntryState.OPEN, EntryState.STOPPING, EntryState.SUBMITTED)
 """States whose progress is reported. The most common comes first: this is looked up once per row."""
 
 
@@ -194,7 +194,7 @@ class RequestTable:
         self._states = StateMachine(TRANSITIONS, "an entry")
         self._first_serial: int | None = None
         """Engines number requests upwards: a lower serial was accepted in an earlier session and is ignored here."""
-        self._lost: str | None = None
+        self._loss: str | None = None
         self.late = 0
         """Rows of requests that are no longer reported, and messages received after the loss."""
 
@@ -217,8 +217,8 @@ class RequestTable:
         return self._states.moves()
 
     def submit(self, group: Sequence[Submission]) -> Submit:
-        if self._lost is not None:
-            raise RequestTableClosed(f"the engine is gone: {self._lost}")
+        if self._loss is not None:
+            raise RequestTableClosed(f"the engine is gone: {self._loss}")
         message = Submit(self._next_ticket, tuple(group))
         self._tickets[message.ticket] = EntryState.SUBMITTED
         self._next_ticket += 1
@@ -239,13 +239,13 @@ class RequestTable:
 
     def cancel(self, serial: int) -> Cancel | None:
         """The cancel for a request; None when it has ended or was stopped or cancelled before."""
-        return Cancel(serial) if self._let_go(serial) else None
+        return Cancel(serial) if self._stop_open(serial) else None
 
     def stop(self, serial: int, keep: int) -> StopAt | None:
         """The order that ends a request after `keep` tokens; None when it has ended or was stopped or cancelled before."""
-        return StopAt(serial, keep) if self._let_go(serial) else None
+        return StopAt(serial, keep) if self._stop_open(serial) else None
 
-    def _let_go(self, serial: int) -> bool:
+    def _stop_open(self, serial: int) -> bool:
         if self._serials.get(serial) is not EntryState.OPEN:
             return False
         self._move(self._serials, serial, EntryMove.LET_GO)
@@ -253,7 +253,7 @@ class RequestTable:
 
     def take(self, message: FromEngine) -> TableNews:
         """Raises WireError where the engine broke the protocol; nothing has changed then."""
-        if self._lost is not None:
+        if self._loss is not None:
             self.late += 1
             return TableNews([], [])
         match message:
@@ -262,9 +262,9 @@ class RequestTable:
             case Accepted(ticket, serials):
                 return self._accepted(ticket, serials)
             case RefusedMessage(ticket):
-                heard = self._state_of(ticket) in HEARD
+                is_reported = self._state_of(ticket) in REPORTED
                 self._move(self._tickets, ticket, EntryMove.REFUSE)
-                return TableNews([GroupDeclined(ticket, refusal_of(message))] if heard else [], [])
+                return TableNews([GroupDeclined(ticket, refusal_of(message))] if is_reported else [], [])
             case ReadyMessage():
                 return TableNews([EngineReady(message)], [])
             case FailedMessage(reason):
@@ -275,14 +275,14 @@ class RequestTable:
     def lose(self, reason: str) -> list[LostEntry]:
         """The engine is gone: end every ticket and serial, and return those that are reported. A second call returns
         nothing."""
-        if self._lost is not None:
+        if self._loss is not None:
             return []
-        self._lost = reason
-        ends = [LostEntry(ticket, None, reason) for ticket in _heard(self._tickets)]
-        ends += [LostEntry(None, serial, reason) for serial in _heard(self._serials)]
-        for book in (self._tickets, self._serials):
-            for key in list(book):
-                self._move(book, key, EntryMove.LOSE)
+        self._loss = reason
+        ends = [LostEntry(ticket, None, reason) for ticket in _reported(self._tickets)]
+        ends += [LostEntry(None, serial, reason) for serial in _reported(self._serials)]
+        for entries in (self._tickets, self._serials):
+            for key in list(entries):
+                self._move(entries, key, EntryMove.LOSE)
         return ends
 
     def _state_of(self, ticket: int) -> EntryState:
@@ -308,34 +308,34 @@ class RequestTable:
 
     def _step(self, output: StepOutput) -> TableNews:
         rows, serials = DecodedRows(output), self._serials
-        unheard = [row for row, serial in enumerate(rows.serials) if serials.get(serial) not in HEARD]
-        for row in unheard:
+        unreported = [row for row, serial in enumerate(rows.serials) if serials.get(serial) not in REPORTED]
+        for row in unreported:
             serial = rows.serials[row]
-            if serial not in serials and not self._is_of_before(serial):
+            if serial not in serials and not self._is_of_earlier_session(serial):
                 raise WireError(f"tokens for serial {serial}, which is not open")
         ended = self._ends(output.ended)
-        self.late += len(unheard)
+        self.late += len(unreported)
         cached: dict[int, int] = {start.serial: start.cached_tokens for start in output.started}
-        step = _columns(rows, unheard, cached, {key: end for key, end in ended.items() if serials[key] in HEARD})
+        step = _columns(rows, unreported, cached, {key: end for key, end in ended.items() if serials[key] in REPORTED})
         for serial in ended:
             self._move(serials, serial, EntryMove.END)
         return TableNews([], [], step if step.serials or step.ended else None)
 
-    def _is_of_before(self, serial: int) -> bool:
+    def _is_of_earlier_session(self, serial: int) -> bool:
         """Whether the request was accepted in an earlier session with this engine."""
         return self._first_serial is None or serial < self._first_serial
 
-    def _move(self, book: dict[int, EntryState], key: int, move: EntryMove) -> None:
-        after = self._states.after(book[key], move)
+    def _move(self, entries: dict[int, EntryState], key: int, move: EntryMove) -> None:
+        after = self._states.after(entries[key], move)
         if after is EntryState.GONE:
-            del book[key]
+            del entries[key]
         else:
-            book[key] = after
+            entries[key] = after
 
     def _ends(self, ended: tuple[EndedRequest, ...]) -> dict[int, EndedRequest]:
         by_serial: dict[int, EndedRequest] = {}
         for end in ended:
-            if self._is_of_before(end.serial):
+            if self._is_of_earlier_session(end.serial):
                 self.late += 1
                 continue
             if end.serial not in self._serials or end.serial in by_serial:
@@ -344,12 +344,14 @@ class RequestTable:
         return by_serial
 
 
-def _columns(rows: DecodedRows, unheard: list[int], cached: dict[int, int], ended: dict[int, EndedRequest]) -> StepColumns:
+def _columns(
+    rows: DecodedRows, unreported: list[int], cached: dict[int, int], ended: dict[int, EndedRequest]
+) -> StepColumns:
     ends = list(accumulate(rows.counts))
     begins = [end - count for end, count in zip(ends, rows.counts, strict=True)]
-    if not unheard:  # the usual case
+    if not unreported:  # the usual case
         return StepColumns(rows.serials, begins, ends, rows.tokens, rows.logprobs, cached, ended)
-    left_out = set(unheard)
+    left_out = set(unreported)
     kept = [row for row in range(len(rows.serials)) if row not in left_out]
     return StepColumns(
         [rows.serials[row] for row in kept],
@@ -362,5 +364,5 @@ def _columns(rows: DecodedRows, unheard: list[int], cached: dict[int, int], ende
     )
 
 
-def _heard(book: dict[int, EntryState]) -> list[int]:
-    return [key for key, state in book.items() if state in HEARD]
+def _reported(entries: dict[int, EntryState]) -> list[int]:
+    return [key for key, state in entries.items() if state in REPORTED]

@@ -222,11 +222,11 @@ def decode_from_router(frame: bytes) -> FromRouter:
 def _check_version(frame: bytes) -> None:
     """Other versions may have other fields, so the version is read from any frame tagged as a Join."""
     try:
-        spoken = decoded(_versioned, frame, "a join").version
+        version = decoded(_versioned, frame, "a join").version
     except WireError:
         return  # another message
-    if spoken != MEMBERSHIP_VERSION:
-        raise WireError(f"it speaks version {spoken} of the membership, this router {MEMBERSHIP_VERSION}")
+    if version != MEMBERSHIP_VERSION:
+        raise WireError(f"it speaks version {version} of the membership, this router {MEMBERSHIP_VERSION}")
 
 
 def _check_choices(group: tuple[Submission, ...], choices: tuple[int, ...], of: int) -> None:
