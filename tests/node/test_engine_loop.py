@@ -89,7 +89,7 @@ class Orders:
     def step_done(self, step: int) -> None:
         self.steps.append(step)
 
-    def call(self, addresses: tuple[str, ...]) -> None:
+    def connect_to(self, addresses: tuple[str, ...]) -> None:
         with self.news:
             self.calls.append(addresses)
             self.news.notify()
@@ -386,8 +386,8 @@ def test_the_front_end_hears_of_the_end_before_the_store_is_closed(
             heard.extend(decode_from_engine(ours.recv()) for _ in range(2))
             super().close()
 
-    monkeypatch.setattr(engine, "Storage", Closing)
-    monkeypatch.setattr(engine, "spare_what_is_there", lambda: None)
+    monkeypatch.setattr(engine, "KvStorage", Closing)
+    monkeypatch.setattr(engine, "freeze_gc", lambda: None)
     monkeypatch.setattr(threading, "excepthook", threading.excepthook)  # whatever it becomes, it is put back
     settings = EngineSettings("", None, b"x" * 32, blocks=8, host_memory_bytes=1 << 20, kv_store=f"file:{tmp_path}/kv")
     ours.send(b"no message")

@@ -100,15 +100,15 @@ def still_serves(make: Make, giver: Instance) -> None:
     """Whatever happened before, a good peer that calls now gets its session and is heard."""
     taker = make(DECODE, "good", (giver.address,))
     assert taker.next() == PeerOpened(PeerId(giver.address))
-    taker.peers.tell(PeerId(giver.address), Adopted(7, 1))
+    taker.peers.send(PeerId(giver.address), Adopted(7, 1))
     giver.wait(lambda: Heard(PeerId("good"), Adopted(7, 1)) in giver._items)
 
 
 def test_each_hears_what_the_other_says_in_order(make: Make) -> None:
     giver, taker = in_session(make)
     for number in range(300):
-        taker.peers.tell(PeerId(giver.address), Adopted(number, 1))
-        giver.peers.tell(PeerId("d"), Renew(number, 1))
+        taker.peers.send(PeerId(giver.address), Adopted(number, 1))
+        giver.peers.send(PeerId("d"), Renew(number, 1))
     assert [giver.next() for _ in range(300)] == [Heard(PeerId("d"), Adopted(n, 1)) for n in range(300)]
     assert [taker.next() for _ in range(300)] == [Heard(PeerId(giver.address), Renew(n, 1)) for n in range(300)]
 
@@ -142,17 +142,17 @@ def test_whom_to_call_can_change_at_any_time(make: Make) -> None:
     givers = [make(PREFILL, f"p{n}") for n in range(3)]
     names = [PeerId(giver.address) for giver in givers]
     taker = make(DECODE, "d")
-    taker.peers.call((names[0], names[1]))
+    taker.peers.connect_to((names[0], names[1]))
     assert {taker.next(), taker.next()} == {PeerOpened(names[0]), PeerOpened(names[1])}
-    taker.peers.call((names[1], names[2], names[2], "nonsense", "host:", ":7", "host:70000", "host:-1"))
+    taker.peers.connect_to((names[1], names[2], names[2], "nonsense", "host:", ":7", "host:70000", "host:-1"))
     after = {taker.next(), taker.next()}
     assert after == {PeerLost(names[0], "it is not one of our peers any more"), PeerOpened(names[2])}
     assert [type(givers[0].next()) for _ in range(2)] == [PeerOpened, PeerLost]
-    taker.peers.tell(names[1], Adopted(1, 1))
+    taker.peers.send(names[1], Adopted(1, 1))
     assert [givers[1].next() for _ in range(2)] == [PeerOpened(PeerId("d")), Heard(PeerId("d"), Adopted(1, 1))]
-    taker.peers.call(tuple(names))
+    taker.peers.connect_to(tuple(names))
     assert taker.next() == PeerOpened(names[0])
-    taker.peers.call(())
+    taker.peers.connect_to(())
     assert {type(taker.next()) for _ in range(3)} == {PeerLost}
 
 
@@ -162,9 +162,9 @@ def test_one_that_could_not_be_reached_is_called_no_more_once_it_is_not_a_peer(m
         port = free.getsockname()[1]
     giver = make(PREFILL, "p")
     taker = make(DECODE, "d", (f"127.0.0.1:{port}",))
-    taker.peers.call((giver.address,))
+    taker.peers.connect_to((giver.address,))
     assert taker.next() == PeerOpened(PeerId(giver.address))
-    assert list(taker.peers._calls) == [giver.address]
+    assert list(taker.peers._dials) == [giver.address]
 
 
 def test_who_opens_a_second_session_ends_its_first(make: Make) -> None:
@@ -370,7 +370,7 @@ def test_a_peer_that_does_not_read_is_hung_up(make: Make, call: Call, monkeypatc
     call(giver).register()
     assert giver.next() == PeerOpened(PeerId("caller"))
     for number in range(5000):
-        giver.peers.tell(PeerId("caller"), Renew(number, 1))
+        giver.peers.send(PeerId("caller"), Renew(number, 1))
     assert isinstance(giver.next(), PeerLost)
     assert giver.peers.refused[ConnectionFault.NOT_READING] == 1
     still_serves(make, giver)
@@ -391,7 +391,7 @@ def test_who_says_more_than_the_engine_takes_is_hung_up(make: Make, call: Call, 
 
 
 def test_strangers_are_bounded_and_keep_nobody_out(make: Make, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers_module, "STRANGERS_MAX", 3)
+    monkeypatch.setattr(peers_module, "UNREGISTERED_MAX", 3)
     giver = make(PREFILL, "p")
     waiting = [call(giver) for _ in range(4)]
     assert waiting[0].is_hung_up()

@@ -89,7 +89,7 @@ class Member:
     async def go(self) -> None:
         self.running.cancel()
         await asyncio.wait((self.running,))
-        await self.membership.part("the test is over")
+        await self.membership.close("the test is over")
 
 
 @contextlib.asynccontextmanager
@@ -260,9 +260,9 @@ async def test_who_is_fenced_does_not_come_again(router: RouterSide) -> None:
 async def test_who_is_turned_away_says_so_once_and_comes_again(
     router: RouterSide, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(joining_module, "TURNED_AWAY_S", 3600.0)
-    monkeypatch.setattr(joining_module, "SOON_S", 0.01)
-    soon = joining_module.SOON_CALLS
+    monkeypatch.setattr(joining_module, "REJECTED_RETRY_S", 3600.0)
+    monkeypatch.setattr(joining_module, "EARLY_RETRY_S", 0.01)
+    soon = joining_module.EARLY_RETRIES
     router.answers = [TurnedAway("another model", fenced=False)] * soon
     async with member(router.port):
         await router.next(HeartbeatMessage)

@@ -19,7 +19,7 @@ from baton.node.sealed_connection import (
     ConnectionStage,
     Listener,
     SealedConnection,
-    call,
+    connect,
 )
 from baton.wire.engine_messages import WireError
 from baton.wire.seal import NONCE_BYTES, Seal, SealFault
@@ -37,14 +37,14 @@ class Room:
         self.ends: list[ConnectionEnd] = []
         self._news = asyncio.Event()
 
-    def arrived(self, line: SealedConnection) -> None:
+    def connected(self, line: SealedConnection) -> None:
         pass
 
     def opened(self, line: SealedConnection) -> None:
         self.lines.append(line)
         self._news.set()
 
-    def heard(self, line: SealedConnection, frame: bytes) -> None:
+    def received(self, line: SealedConnection, frame: bytes) -> None:
         if frame == b"nonsense":
             raise WireError("that is no message")
         self.frames.append(frame)
@@ -80,7 +80,7 @@ class Inn:
         guest, calling = await dial(self)
         guest.lines[0].send([b"good"])
         await self.room.until(lambda: b"good" in self.room.frames)
-        guest.lines[0].end(None, "done")
+        guest.lines[0].abort(None, "done")
         await calling
 
 
@@ -96,8 +96,8 @@ async def inn(handshake_s: float = 5.0) -> AsyncIterator[Inn]:
 
 async def dial(to: Inn, key: bytes = KEY, name: str = "guest") -> tuple[Room, asyncio.Task[ConnectionEnd]]:
     room = Room()
-    line = SealedConnection(key, name, room, calls="the inn")
-    calling = asyncio.create_task(call(line, "127.0.0.1", to.port, DEADLINE_S))
+    line = SealedConnection(key, name, room, connects_to="the inn")
+    calling = asyncio.create_task(connect(line, "127.0.0.1", to.port, DEADLINE_S))
     await room.until(lambda: bool(room.lines or room.ends))
     return room, calling
 
@@ -149,7 +149,7 @@ def test_each_hears_what_the_other_sends_whole_and_in_order() -> None:
             await host.room.until(lambda: len(host.room.frames) == len(sent))
             await guest.until(lambda: len(guest.frames) == len(sent))
             assert host.room.frames == guest.frames == sent
-            guest.lines[0].end(None, "it goes")
+            guest.lines[0].abort(None, "it goes")
             assert (await calling).reason == "it goes"
             await host.room.until(lambda: bool(host.room.ends))
             assert host.room.ends[0].was is ConnectionStage.OPEN
@@ -166,7 +166,7 @@ def test_a_frame_never_waits_for_the_one_before() -> None:
             for line in (guest.lines[0], host.room.lines[0]):
                 connection = line._transport.get_extra_info("socket")  # type: ignore[union-attr]
                 assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-            guest.lines[0].end(None, "done")
+            guest.lines[0].abort(None, "done")
 
     run(test())
 
@@ -180,7 +180,7 @@ def test_last_words_are_heard_though_the_other_side_went_on_talking() -> None:
             words = [bytes(1 << 20)] * 16
             guest.lines[0].send(words)
             host.room.lines[0].send([*words, b"farewell"])
-            host.room.lines[0].part("turned away")
+            host.room.lines[0].close("turned away")
             assert host.room.ends == [ConnectionEnd(ConnectionStage.OPEN, None, "turned away")]
             await calling
             assert guest.frames == [*words, b"farewell"]
@@ -195,7 +195,7 @@ def test_another_key_is_refused_on_both_sides_counted_and_logged_once(caplog: py
             for _ in range(3):
                 guest, calling = await dial(host, OTHER_KEY)
                 end = await calling
-                assert end.was is ConnectionStage.STRANGER
+                assert end.was is ConnectionStage.UNPROVED
                 assert "cluster key" in end.reason
                 assert not guest.lines
             await host.refuses(SealFault.WRONG_KEY)
@@ -218,10 +218,10 @@ def test_whoever_answers_without_the_key_is_left() -> None:
 
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         room = Room()
-        line = SealedConnection(KEY, "guest", room, calls="an impostor")
-        end = await call(line, "127.0.0.1", server.sockets[0].getsockname()[1], DEADLINE_S)
+        line = SealedConnection(KEY, "guest", room, connects_to="an impostor")
+        end = await connect(line, "127.0.0.1", server.sockets[0].getsockname()[1], DEADLINE_S)
         server.close()
-        assert (end.was, end.fault, room.lines) == (ConnectionStage.STRANGER, SealFault.WRONG_KEY, [])
+        assert (end.was, end.fault, room.lines) == (ConnectionStage.UNPROVED, SealFault.WRONG_KEY, [])
 
     run(test())
 
@@ -325,7 +325,7 @@ def test_who_does_not_prove_itself_in_time_is_hung_up() -> None:
 
 
 def test_strangers_are_bounded_and_do_not_keep_out_who_holds_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line_module, "STRANGERS_MAX", 3)
+    monkeypatch.setattr(line_module, "UNPROVED_MAX", 3)
 
     async def test() -> None:
         async with inn() as host:
@@ -340,7 +340,7 @@ def test_strangers_are_bounded_and_do_not_keep_out_who_holds_the_key(monkeypatch
 
 
 def test_lines_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line_module, "LINES_MAX", 1)
+    monkeypatch.setattr(line_module, "CONNECTIONS_MAX", 1)
 
     async def test() -> None:
         async with inn() as host:
@@ -349,7 +349,7 @@ def test_lines_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             await calling
             assert host.door.refused == {ConnectionFault.TOO_MANY: 1}
             assert first.lines[0].stage is ConnectionStage.OPEN
-            first.lines[0].end(None, "it goes")
+            first.lines[0].abort(None, "it goes")
             await host.room.until(lambda: bool(host.room.ends))
             await host.still_serves()
 
@@ -382,7 +382,7 @@ def test_a_frame_that_is_too_big_is_not_sent_and_harms_nobody() -> None:
             guest.lines[0].send([b"after"])
             await host.room.until(lambda: bool(host.room.frames))
             assert host.room.frames == [b"after"]
-            guest.lines[0].end(None, "done")
+            guest.lines[0].abort(None, "done")
             guest.lines[0].send([b"late"])  # nobody is there any more
             await calling
 
@@ -394,7 +394,7 @@ def test_nobody_there_is_an_end_too() -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
         house: ConnectionEvents = Room()
-        end = await call(SealedConnection(KEY, "guest", house, calls="nobody"), "127.0.0.1", port, DEADLINE_S)
-        assert (end.was, end.fault) == (ConnectionStage.STRANGER, None)
+        end = await connect(SealedConnection(KEY, "guest", house, connects_to="nobody"), "127.0.0.1", port, DEADLINE_S)
+        assert (end.was, end.fault) == (ConnectionStage.UNPROVED, None)
 
     run(test())

@@ -53,7 +53,7 @@ BEAT_S = 0.5
 
 
 class MemoryLine:
-    """What `node.line.Line` is to the router, without a socket."""
+    """Stands for a SealedConnection, without a socket."""
 
     def __init__(self, member: MemoryMember) -> None:
         self.member = member
@@ -67,7 +67,7 @@ class MemoryLine:
         if not self.is_over:
             self.member.hear(frame)
 
-    def part(self, reason: str) -> None:
+    def close(self, reason: str) -> None:
         self.is_over = True
         self.member.lost(reason)
 
@@ -97,7 +97,7 @@ class MemoryMember:
     def join(self, sessions: InstanceConnections) -> None:
         self.sessions, self.line = sessions, MemoryLine(self)
         sessions.opened(self.line)  # type: ignore[arg-type]
-        self._act(SessionEffects(says=self.relay.opened(monotonic_us())))
+        self._act(SessionEffects(messages=self.relay.opened(monotonic_us())))
 
     def hear(self, frame: bytes) -> None:
         self._act(self.relay.receive(decode_from_router(frame), monotonic_us()))
@@ -119,9 +119,9 @@ class MemoryMember:
         for order in out.orders:
             if not isinstance(order, PrefillPeerAddresses):
                 self._driver.handle(order)
-        for message in out.says:
+        for message in out.messages:
             if self.line is not None and self.sessions is not None:
-                self.sessions.heard(self.line, encode_membership(message))  # type: ignore[arg-type]
+                self.sessions.received(self.line, encode_membership(message))  # type: ignore[arg-type]
 
     # ── the engine ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -133,7 +133,7 @@ class MemoryMember:
             if now_s - beaten_s > BEAT_S and self.line is not None:
                 beaten_s = now_s
                 beat = self.relay.beat(None, 0, monotonic_us())
-                self._act(SessionEffects(says=[] if beat is None else [beat]))
+                self._act(SessionEffects(messages=[] if beat is None else [beat]))
 
     def _compute(self) -> bool:
         if self._driver.is_due:

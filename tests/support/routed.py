@@ -457,7 +457,7 @@ class World:
     def cut(self, asked: Asked, choice: int, keep: int) -> None:
         """Its client needs no more than so many tokens."""
         asked.keep[choice] = keep
-        self.do(self.switch.cut(asked.request, choice, keep, self.now_us))
+        self.do(self.switch.stop_choice(asked.request, choice, keep, self.now_us))
 
     def quiet(self) -> bool:
         clients = all(asked.over for asked in self.asked.values()) and not self._waiting and not self.orphans

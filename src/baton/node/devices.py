@@ -33,7 +33,7 @@ class HostDevices:
     has_triton: bool
 
 
-def look_around() -> HostDevices:
+def find_devices() -> HostDevices:
     # Imported here because torch takes seconds, which a check of settings must not cost.
     import torch
 

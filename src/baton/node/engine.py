@@ -73,10 +73,10 @@ GAUGES_US = 50_000
 """Age at which the front end's gauges are refreshed when peers or KV transfers change them and no step does."""
 TRAFFIC_US = 1_000_000
 """Interval of the counts of refused connections and of received bytes."""
-LAST_WORDS_MS = 1000
+FINAL_SEND_MS = 1000
 
 EXIT_FAILED = 1
-EXIT_ORPHANED = 3
+EXIT_NO_PARENT = 3
 
 _IPC = "ipc://"
 
@@ -92,7 +92,7 @@ class PeerOrders(Protocol):
 
     def step_done(self, step: int) -> None: ...
 
-    def call(self, addresses: tuple[str, ...]) -> None: ...
+    def connect_to(self, addresses: tuple[str, ...]) -> None: ...
 
     def traffic(self) -> PeerTraffic: ...
 
@@ -122,7 +122,7 @@ class EngineLoop:
         self._inbox = EngineInbox() if inbox is None else inbox
         self._handovers = handovers
         self._storage = storage
-        self._has_others = handovers is not None or storage is not None
+        self._has_services = handovers is not None or storage is not None
         """Whether there are hand-overs or storage, whose deadlines run on while a step computes."""
         self._now_us = now_us
         self._driver = WorkerDriver(
@@ -132,7 +132,7 @@ class EngineLoop:
             answer=self._answer,
             peers=None if handovers is None else handovers.carry_out,
             storage=None if storage is None else storage.carry_out,
-            tick_in_flight_us=TICK_IN_FLIGHT_US if self._has_others else None,
+            tick_in_flight_us=TICK_IN_FLIGHT_US if self._has_services else None,
         )
         self._collector = ThreadPoolExecutor(max_workers=1, thread_name_prefix="baton-collector")
         self._gauges_changed = False
@@ -158,32 +158,32 @@ class EngineLoop:
         """Take in what has arrived, plan what is due, then wait for the next event."""
         self._take_messages()
         for item in self._inbox.take():
-            self._tell(self._event(item))
+            self._handle(self._event(item))
         now_us = self._now_us()
         if self._pulse_us is not None and self._pulse_us <= now_us:
-            self._beat(now_us)
+            self._send_pulse(now_us)
         if self._driver.is_due:
-            self._tell(Tick())
-        elif self._has_others and self._report_us <= now_us:
+            self._handle(Tick())
+        elif self._has_services and self._report_us <= now_us:
             self._report(now_us)
         else:
-            self._poller.poll(self._patience_ms(now_us))
+            self._poller.poll(self._poll_timeout_ms(now_us))
 
-    def _patience_ms(self, now_us: int) -> int | None:
-        dues = (self._driver.wake_us(), self._pulse_us, self._report_us if self._has_others else None)
-        until_us = min((due_us for due_us in dues if due_us is not None), default=None)
+    def _poll_timeout_ms(self, now_us: int) -> int | None:
+        deadlines = (self._driver.wake_us(), self._pulse_us, self._report_us if self._has_services else None)
+        until_us = min((due_us for due_us in deadlines if due_us is not None), default=None)
         return None if until_us is None else -(-(until_us - now_us) // 1000)
 
     def _report(self, now_us: int) -> None:
         self._report_us = now_us + TRAFFIC_US
         if self._gauges_changed:
             self._send(gauges_output(self._worker.gauges(), self._worker.scheduler.drafts()))
-        for others in (self._handovers, self._storage):
-            if others is not None and (traffic := others.traffic()) != self._traffic[type(traffic)]:
+        for service in (self._handovers, self._storage):
+            if service is not None and (traffic := service.traffic()) != self._traffic[type(traffic)]:
                 self._traffic[type(traffic)] = traffic
                 self._send(traffic)
 
-    def _beat(self, now_us: int) -> None:
+    def _send_pulse(self, now_us: int) -> None:
         self._pulse_us = now_us + PULSE_US
         self._send(pulse(self._worker.gauges(), self._driver.steps_in_flight > 0, self._worker.changes(now_us)))
 
@@ -196,15 +196,15 @@ class EngineLoop:
             # A malformed frame ends the engine: dropping it would leave a submitter waiting for ever.
             message = decode_to_engine(frame)
             if isinstance(message, PrefillPeerAddresses):
-                self._call(message.addresses)
+                self._connect_peers(message.addresses)
                 continue
-            self._tell(message)
+            self._handle(message)
             if isinstance(message, ReportChanges):
                 self._pulse_us = self._now_us()
 
-    def _call(self, addresses: tuple[str, ...]) -> None:
+    def _connect_peers(self, addresses: tuple[str, ...]) -> None:
         if self._handovers is not None:  # otherwise this instance has no peers
-            self._handovers.call(addresses)
+            self._handovers.connect_to(addresses)
 
     def _event(self, item: Item) -> Event:
         if isinstance(item, ThreadFailure):
@@ -216,8 +216,8 @@ class EngineLoop:
             self._handovers.step_done(done.result.step)
         return done
 
-    def _tell(self, event: Event) -> None:
-        if self._has_others and not self._gauges_changed:
+    def _handle(self, event: Event) -> None:
+        if self._has_services and not self._gauges_changed:
             self._gauges_changed = True
             self._report_us = min(self._report_us, self._now_us() + GAUGES_US)
         self._driver.handle(event)
@@ -290,7 +290,7 @@ def _exit_with_front_end(folder: Path) -> None:
     while os.read(sys.stdin.fileno(), 4096):
         pass
     shutil.rmtree(folder, ignore_errors=True)
-    os._exit(EXIT_ORPHANED)
+    os._exit(EXIT_NO_PARENT)
 
 
 def main() -> None:
@@ -304,7 +304,7 @@ def main() -> None:
     threading.Thread(target=_exit_with_front_end, args=(folder,), daemon=True).start()
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     socket.set_hwm(QUEUED_MESSAGES_MAX)
-    socket.setsockopt(zmq.LINGER, LAST_WORDS_MS)
+    socket.setsockopt(zmq.LINGER, FINAL_SEND_MS)
     socket.connect(settings.endpoint)
     serve_to_the_end(settings, socket)
 

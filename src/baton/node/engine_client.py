@@ -80,7 +80,7 @@ class EngineClient:
         self._streams: dict[int, BufferedTokenStream[int]] = {}
         self._ready: asyncio.Future[ReadyMessage] = asyncio.get_running_loop().create_future()
         self._dead = asyncio.Event()
-        self._fewer = asyncio.Event()
+        self._request_closed = asyncio.Event()
         """Set whenever a request may have closed."""
         self._death: str | None = None
         self._draining = False
@@ -145,7 +145,7 @@ class EngineClient:
         if not self._ready.done():
             self._ready.set_exception(EngineDead(reason))
         self._dead.set()
-        self._fewer.set()
+        self._request_closed.set()
 
     # ── the Engine protocol ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -181,8 +181,8 @@ class EngineClient:
         """Wait until no request and no hand-over to a peer is open, and no KV is being copied to or from host memory or the
         store."""
         while self.open_requests or self._gauges.handovers.open or self._gauges.storage.hauls:
-            self._fewer.clear()
-            await self._fewer.wait()
+            self._request_closed.clear()
+            await self._request_closed.wait()
 
     async def submit(self, group: Sequence[Submission], origin: OriginalRequest | None = None) -> list[TokenStream]:  # noqa: ARG002
         self._refuse_if_dead()
@@ -255,19 +255,19 @@ class EngineClient:
             self._traffic = message
         elif isinstance(message, StoreTraffic):
             self._store_traffic = message
-        own = message if self._sharer is None else _own(message, self._sharer)
+        own = message if self._sharer is None else _own_part(message, self._sharer)
         if own is not None:
             self._take_own(own)
-        self._fewer.set()
+        self._request_closed.set()
 
     def _take_own(self, message: FromEngine) -> None:
-        took = self._table.take(message)
-        for order in took.orders:
+        effects = self._table.take(message)
+        for order in effects.orders:
             self.post(order)
-        for news in took.news:
-            self._tell(news)
-        if took.step is not None:
-            self._deliver(took.step)
+        for news in effects.news:
+            self._handle_news(news)
+        if effects.step is not None:
+            self._deliver(effects.step)
 
     def _deliver(self, step: StepColumns) -> None:
         for row in step.rows():
@@ -275,7 +275,7 @@ class EngineClient:
             if row.ended is not None:
                 del self._streams[row.serial]
 
-    def _tell(self, news: News) -> None:
+    def _handle_news(self, news: News) -> None:
         match news:
             case GroupAccepted(ticket, serials):
                 # Made here, not by the submitter: a short request may end before the submitter wakes up.
@@ -292,7 +292,7 @@ class EngineClient:
                 self._die(reason)
 
 
-def _own(message: FromEngine, sharer: EngineSharer) -> FromEngine | None:
+def _own_part(message: FromEngine, sharer: EngineSharer) -> FromEngine | None:
     """The part of a message that belongs to the submitters here, after the sharer has taken its part."""
     match message:
         case StepOutput():

@@ -22,7 +22,7 @@ from baton.core.engine.plan import StepPlan, StepResult
 from baton.executor.contract import Allocate, Executor, ExecutorShape, KvView, LayerDone, zeroed
 from baton.executor.drafts import DraftProposer, NaiveProposer, NgramProposer
 from baton.executor.scripted import ScriptedExecutor
-from baton.node.devices import choose_device, look_around
+from baton.node.devices import choose_device, find_devices
 from baton.node.scripted_text import BYTE_VOCABULARY
 from baton.node.settings import CPU_KV_BYTES, DeviceChoice, EngineSettings, SpeculateMethod
 
@@ -39,7 +39,7 @@ def build_executor(settings: EngineSettings, allocate: Allocate = zeroed) -> tup
     proposer = build_proposer(settings)  # first: loading a model takes long, and the settings may be wrong
     if settings.model_folder is None:
         return _scripted(settings, allocate), "scripted executor, no model"
-    device = choose_device(settings, look_around())
+    device = choose_device(settings, find_devices())
     if settings.threads is not None:
         import torch
 

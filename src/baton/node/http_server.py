@@ -43,7 +43,7 @@ def check_host(host: str, api_keys: Sequence[str]) -> None:
         )
 
 
-def door_key(host: str, text: str | None, file: str | None) -> bytes:
+def listener_key(host: str, text: str | None, file: str | None) -> bytes:
     """The cluster key of a process that accepts instances at that address."""
     return key_for([host], text, file, cache_folder())
 
@@ -105,7 +105,7 @@ class StopSignals:
     def __init__(self) -> None:
         self.stop = asyncio.Event()
         self.at_once = asyncio.Event()
-        self._came = 0
+        self._count = 0
 
     def listen(self) -> None:
         loop = asyncio.get_running_loop()
@@ -113,9 +113,9 @@ class StopSignals:
             loop.add_signal_handler(number, self._on_signal)
 
     def _on_signal(self) -> None:
-        self._came += 1
+        self._count += 1
         self.stop.set()
-        if self._came > 1:
+        if self._count > 1:
             self.at_once.set()
 
 
@@ -125,11 +125,11 @@ async def state_logged(engine: Engine, tokens: Callable[[], int]) -> AsyncIterat
     if not state_log.isEnabledFor(logging.INFO):
         yield
         return
-    logging_it = asyncio.create_task(_log_state(StateLog(engine, tokens, time.monotonic())))
+    task = asyncio.create_task(_log_state(StateLog(engine, tokens, time.monotonic())))
     try:
         yield
     finally:
-        logging_it.cancel()
+        task.cancel()
 
 
 async def _log_state(log: StateLog) -> None:

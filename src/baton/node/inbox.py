@@ -30,29 +30,29 @@ Item = Future[StepDone] | PeerEvent | StorageEvent | ThreadFailure
 class EngineInbox:
     def __init__(self) -> None:
         self._items: deque[Item] = deque()
-        self._ear, self._bell = os.pipe()
-        os.set_blocking(self._ear, False)
-        os.set_blocking(self._bell, False)
+        self._read_end, self._write_end = os.pipe()
+        os.set_blocking(self._read_end, False)
+        os.set_blocking(self._write_end, False)
 
     def __len__(self) -> int:
         return len(self._items)
 
     def fileno(self) -> int:
         """Readable while items may be waiting."""
-        return self._ear
+        return self._read_end
 
     def put(self, item: Item) -> None:
         self._items.append(item)
         with contextlib.suppress(BlockingIOError):  # the pipe is full: the loop will wake anyway
-            os.write(self._bell, b"!")
+            os.write(self._write_end, b"!")
 
     def take(self) -> list[Item]:
         """All items put so far."""
         # The pipe is drained before the items are taken: what is put from here on wakes the loop again.
         with contextlib.suppress(BlockingIOError):
-            os.read(self._ear, 4096)
+            os.read(self._read_end, 4096)
         return [self._items.popleft() for _ in range(len(self._items))]
 
     def close(self) -> None:
-        os.close(self._ear)
-        os.close(self._bell)
+        os.close(self._read_end)
+        os.close(self._write_end)

@@ -58,17 +58,17 @@ class KvStorage:
         match effect:
             case CopyOut() | CopyIn():
                 self._copier.copy(effect)
-            case FenceTransfer(haul):
-                self._fence(haul)
+            case FenceTransfer(transfer):
+                self._fence(transfer)
             case _:
                 if self._store_transfers is None:
                     raise InvariantViolated(f"haul {effect.haul} is for a store, and there is none")
                 self._store_transfers.start(effect)
 
-    def _fence(self, haul: TransferId) -> None:
-        known = self._copier.fence(haul) or (self._store_transfers is not None and self._store_transfers.fence(haul))
+    def _fence(self, transfer: TransferId) -> None:
+        known = self._copier.fence(transfer) or (self._store_transfers is not None and self._store_transfers.fence(transfer))
         if not known:  # the order is over and was answered
-            self._report(TransferFenced(haul))
+            self._report(TransferFenced(transfer))
 
     def traffic(self) -> StoreTraffic:
         tally = StoreTally() if self._store_transfers is None else self._store_transfers.tally()

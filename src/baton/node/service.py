@@ -188,7 +188,7 @@ class _Instance:
             why = f"the engine died: {dead.result()}"
         elif member.done():
             why = _why_fenced(member)
-        await _part(member, membership, why or "this instance was stopped")
+        await _leave_router(member, membership, why or "this instance was stopped")
         stop.cancel()
         dead.cancel()
         if engine.death is not None:
@@ -260,9 +260,9 @@ def _why_fenced(member: asyncio.Future[None]) -> str:
     return str(error)
 
 
-async def _part(member: asyncio.Future[None], membership: RouterMembership | None, reason: str) -> None:
+async def _leave_router(member: asyncio.Future[None], membership: RouterMembership | None, reason: str) -> None:
     """Stop reconnecting to the router; sent messages still arrive."""
     member.cancel()
     await asyncio.wait((member,))
     if membership is not None:
-        await membership.part(reason)
+        await membership.close(reason)

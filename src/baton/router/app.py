@@ -33,7 +33,7 @@ from baton.router.instance_connections import InstanceConnections
 def create_router_app(
     engine: FleetEngine,
     sessions: InstanceConnections,
-    chronicle: FleetEventLog,
+    event_log: FleetEventLog,
     dashboard: Dashboard,
     text: ModelText,
     settings: ApiSettings,
@@ -51,17 +51,17 @@ def create_router_app(
         inner=(idempotency, *operators),  # the last one is the outermost
         open_paths=frozenset(OPEN_PATHS),
     )
-    metrics.add(chronicle)
+    metrics.add(event_log)
     app = create_app(engine, text, settings, metrics, extras)
-    _add_routes(app, engine, sessions, chronicle)
+    _add_routes(app, engine, sessions, event_log)
     dashboard.install(app)
     return app
 
 
-def _add_routes(app: FastAPI, engine: FleetEngine, sessions: InstanceConnections, chronicle: FleetEventLog) -> None:
+def _add_routes(app: FastAPI, engine: FleetEngine, sessions: InstanceConnections, event_log: FleetEventLog) -> None:
     async def instances() -> Response:
         data = [shown(view) for view in engine.views()]
-        return _json({"object": "list", "data": data, "events": chronicle.events()})
+        return _json({"object": "list", "data": data, "events": event_log.events()})
 
     async def drain(name: str, request: Request) -> Response:
         if "origin" in request.headers:  # every browser sends it; without a key any page could have sent this

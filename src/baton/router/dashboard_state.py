@@ -38,7 +38,7 @@ INSTANCES_MAX = 64
 GONE_US = SAMPLES * 1_000_000
 """Microseconds for which an instance that has left is shown: as long as its samples."""
 
-PARTED = frozenset({"lost", "left", "suspected", "stuck", "fenced"})
+LEFT = frozenset({"lost", "left", "suspected", "stuck", "fenced"})
 T = TypeVar("T")
 
 COUNTED = {TimelineStage.PREEMPTED: "preemptions", TimelineStage.HANDOVER: "handovers"}
@@ -59,7 +59,7 @@ class ShownInstance(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    body: RequestNumber
+    number: RequestNumber
     request_id: str
     path: str
     prompt_tokens: int | None
@@ -72,7 +72,7 @@ class _Request:
 
     def shown(self) -> dict[str, object]:
         return {
-            "body": self.body,
+            "body": self.number,
             "id": self.request_id,
             "path": self.path,
             "prompt_tokens": self.prompt_tokens,
@@ -83,7 +83,7 @@ class _Request:
 
 
 @dataclass(slots=True, eq=False)
-class _Seen:
+class _InstanceHistory:
     """An instance, over all of its incarnations."""
 
     facts: Join
@@ -132,7 +132,7 @@ class RouterState:
         self._rev = 0
         self._requests: dict[RequestNumber, _Request] = {}
         self._ended: deque[RequestNumber] = deque()
-        self._instances: dict[str, _Seen] = {}
+        self._instances: dict[str, _InstanceHistory] = {}
         self._events: deque[tuple[int, dict[str, object]]] = deque(maxlen=EVENTS_MAX)
         self._fleet: deque[tuple[int, list[int | None]]] = deque(maxlen=SAMPLES)
         self._totals = {"requests": 0, "tokens": 0, "moves": 0, "preemptions": 0, "handovers": 0}
@@ -143,10 +143,12 @@ class RouterState:
 
     # ── events of the router ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def asked(self, body: RequestNumber, request_id: str, path: str, prompt_tokens: int, choices: int, now_us: int) -> None:
+    def request_received(
+        self, number: RequestNumber, request_id: str, path: str, prompt_tokens: int, choices: int, now_us: int
+    ) -> None:
         """Follow a client's new request."""
         self._totals["requests"] += 1
-        self._follow(_Request(body, request_id, path, prompt_tokens, choices, now_us, _lanes(choices)))
+        self._follow(_Request(number, request_id, path, prompt_tokens, choices, now_us, _lanes(choices)))
 
     def take(self, act: object, now_us: int) -> None:
         """Take any act of the router; those that are not shown are ignored."""
@@ -157,12 +159,12 @@ class RouterState:
                 self._noted(act)
             case FleetChanged():
                 self._fleet_changed(act, now_us)
-            case RequestDeclined(body, refusal):
-                self._end_all(body, f"declined: {refusal.code.value}", now_us)
+            case RequestDeclined(number, refusal):
+                self._end_all(number, f"declined: {refusal.code.value}", now_us)
             case UnclaimedFound():
                 self._found(act, now_us)
-            case UnclaimedDropped(body):
-                self._end_all(body, "dropped: its router was lost, and nobody came for it", now_us)
+            case UnclaimedDropped(number):
+                self._end_all(number, "dropped: its router was lost, and nobody came for it", now_us)
             case _:
                 pass
 
@@ -172,7 +174,7 @@ class RouterState:
         for seen in self._instances.values():
             seen.state, seen.open = "gone", 0
         for view in views:
-            self._see(view, rev, now_us)
+            self._update_instance(view, rev, now_us)
         self._forget_gone(now_us)
         since = {name: total - self._sampled[name] for name, total in self._totals.items()}
         self._sampled = dict(self._totals)
@@ -205,7 +207,7 @@ class RouterState:
         return str(self._started_us)
 
     def _latest(self) -> list[_Request]:
-        latest = sorted(self._requests.values(), key=lambda request: (request.began_us, request.body))
+        latest = sorted(self._requests.values(), key=lambda request: (request.began_us, request.number))
         return latest[-REQUESTS_MAX:]
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -215,17 +217,17 @@ class RouterState:
             return
         request.open_lanes = len(request.lanes)
         request.rev = self._next()
-        self._requests[request.body] = request
+        self._requests[request.number] = request
 
-    def _found(self, orphan: UnclaimedFound, now_us: int) -> None:
+    def _found(self, unclaimed: UnclaimedFound, now_us: int) -> None:
         try:
-            origin = decode_origin(orphan.origin)
+            origin = decode_origin(unclaimed.origin)
         except BadOrigin:
             return
-        choices = len(orphan.delivered)
-        request = self._requests.get(orphan.request)
+        choices = len(unclaimed.delivered)
+        request = self._requests.get(unclaimed.request)
         if request is None:
-            self._follow(request := _Request(orphan.request, "", "", None, choices, now_us, _lanes(choices)))
+            self._follow(request := _Request(unclaimed.request, "", "", None, choices, now_us, _lanes(choices)))
         more = _lanes(choices)[len(request.lanes) :]
         request.lanes += more
         request.open_lanes += len(more)
@@ -235,7 +237,7 @@ class RouterState:
             choices,
             self._next(),
         )
-        for lane, tokens, outcome in zip(request.lanes, orphan.delivered, orphan.outcomes, strict=False):
+        for lane, tokens, outcome in zip(request.lanes, unclaimed.delivered, unclaimed.outcomes, strict=False):
             lane.found(len(tokens or ()), now_us)
             if outcome is not None and lane.end(now_us, outcome.reason.value):
                 self._lane_ended(request)
@@ -276,8 +278,8 @@ class RouterState:
         if note.stage is TimelineStage.ENDED:
             self._lane_ended(request)
 
-    def _end_all(self, body: RequestNumber, finish: str, now_us: int) -> None:
-        request = self._requests.get(body)
+    def _end_all(self, number: RequestNumber, finish: str, now_us: int) -> None:
+        request = self._requests.get(number)
         if request is None:
             return
         for lane in request.lanes:
@@ -288,7 +290,7 @@ class RouterState:
     def _lane_ended(self, request: _Request) -> None:
         request.open_lanes -= 1
         if request.open_lanes == 0:
-            self._ended.append(request.body)
+            self._ended.append(request.number)
             if len(self._ended) > REQUESTS_MAX:
                 del self._requests[self._ended.popleft()]
 
@@ -299,14 +301,14 @@ class RouterState:
         event = {"at_us": now_us, "name": name, "incarnation": str(incarnation), "what": change.what, "why": change.why}
         self._events.append((self._next(), event))
         seen = self._instances.get(name)
-        if seen is not None and change.what in PARTED and seen.facts.incarnation == incarnation:
+        if seen is not None and change.what in LEFT and seen.facts.incarnation == incarnation:
             seen.state, seen.open = "gone", 0
 
-    def _see(self, view: ShownInstance, rev: int, now_us: int) -> None:
+    def _update_instance(self, view: ShownInstance, rev: int, now_us: int) -> None:
         facts, ledger = view.facts, view.ledger
         seen = self._instances.get(facts.name)
         if seen is None:
-            seen = self._instances[facts.name] = _Seen(facts, ledger, view.state, view.open, 1, now_us)
+            seen = self._instances[facts.name] = _InstanceHistory(facts, ledger, view.state, view.open, 1, now_us)
         if facts.incarnation != seen.facts.incarnation:
             seen.lives += 1
         seen.facts, seen.ledger, seen.state, seen.open, seen.seen_us = facts, ledger, view.state, view.open, now_us

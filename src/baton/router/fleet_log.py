@@ -67,7 +67,7 @@ class FleetEventLog(Collector):
         yield open_there
         yield GaugeMetricFamily("baton_router_waiting", "Choices that wait for a place", value=router.waiting)
         yield GaugeMetricFamily("baton_router_open", "Requests of clients that are open", value=self._engine.open_requests)
-        yield GaugeMetricFamily("baton_orphans", "Requests that wait to be resumed", value=self._engine.orphans)
+        yield GaugeMetricFamily("baton_orphans", "Requests that wait to be resumed", value=self._engine.unclaimed)
         yield CounterMetricFamily("baton_orphans_found", "Requests of a lost router that were found", value=counts.orphans)
         yield CounterMetricFamily(
             "baton_orphans_dropped", "Of those, requests that nobody came for", value=counts.orphans_dropped

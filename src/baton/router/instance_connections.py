@@ -13,7 +13,6 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from baton.core.engine.request import Submission
 from baton.core.routing.events import FleetChanged, Session
@@ -24,9 +23,9 @@ from baton.wire.router_sessions import Act, CloseConnection, RouterSessions, Say
 
 log = logging.getLogger("baton.router")
 
-BAD_NEWS = frozenset({"lost", "suspected", "stuck", "fenced", "refused"})
+WARNING_CHANGES = frozenset({"lost", "suspected", "stuck", "fenced", "refused"})
 """Changes that are logged as warnings."""
-TOLD_MAX = 1024
+LOGGED_MAX = 1024
 
 Watcher = Callable[[Act, int], None]
 """Called with an act and its time in microseconds."""
@@ -36,31 +35,25 @@ def monotonic_us() -> int:
     return time.monotonic_ns() // 1000
 
 
-@dataclass(frozen=True, slots=True)
-class _Lost:
-    session: Session
-    reason: str
-
-
 class InstanceConnections:
     def __init__(
         self, router_sessions: RouterSessions, cluster_key: bytes, name: str, clock_us: Callable[[], int] = monotonic_us
     ) -> None:
         self.router_sessions = router_sessions
         self.clock_us = clock_us
-        self.door = Listener(cluster_key, f"router {name}", self)
-        self._lines: dict[Session, SealedConnection] = {}
+        self.listener = Listener(cluster_key, f"router {name}", self)
+        self._connections: dict[Session, SealedConnection] = {}
         self._sessions: dict[SealedConnection, Session] = {}
         self._watchers: list[Watcher] = []
         self._turned_away: Counter[str] = Counter()
-        self._told: dict[str, FleetChanged] = {}
+        self._last_logged: dict[str, FleetChanged] = {}
         """By name: the change last logged."""
         self._performing = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_us = 0
 
     async def open(self, listener: socket.socket) -> None:
-        await self.door.open(listener)
+        await self.listener.open(listener)
         self._arm()
 
     def close(self, reason: str) -> None:
@@ -68,8 +61,8 @@ class InstanceConnections:
         if self._timer is not None:
             self._timer.cancel()
         self._sessions.clear()
-        self._lines.clear()
-        self.door.close(reason)
+        self._connections.clear()
+        self.listener.close(reason)
 
     def watch(self, watcher: Watcher) -> None:
         """Pass every act that is not for an instance to this watcher, in order."""
@@ -77,17 +70,17 @@ class InstanceConnections:
 
     def refused(self) -> dict[str, int]:
         """Connections, frames and instances that were rejected, by reason."""
-        return dict(self.door.refused + self._turned_away)
+        return dict(self.listener.refused + self._turned_away)
 
     # ── requests of clients ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def submit(
-        self, tenant: str, group: Sequence[Submission], origin: bytes, told: Callable[[RequestNumber, int], None]
+        self, tenant: str, group: Sequence[Submission], origin: bytes, on_number: Callable[[RequestNumber, int], None]
     ) -> RequestNumber:
-        """`told` gets the request's number before any act about it is performed."""
+        """`on_number` gets the request's number before any act about it is performed."""
         now_us = self.clock_us()
         number, acts = self.router_sessions.submit(tenant, group, origin, now_us)
-        told(number, now_us)
+        on_number(number, now_us)
         self._perform(acts, now_us)
         return number
 
@@ -95,9 +88,9 @@ class InstanceConnections:
         now_us = self.clock_us()
         self._perform(self.router_sessions.leave(number, now_us), now_us)
 
-    def cut(self, number: RequestNumber, choice: int, keep: int) -> None:
+    def stop_choice(self, number: RequestNumber, choice: int, keep: int) -> None:
         now_us = self.clock_us()
-        self._perform(self.router_sessions.cut(number, choice, keep, now_us), now_us)
+        self._perform(self.router_sessions.stop_choice(number, choice, keep, now_us), now_us)
 
     def claim(self, number: RequestNumber, group: Sequence[Submission]) -> None:
         now_us = self.clock_us()
@@ -109,22 +102,22 @@ class InstanceConnections:
 
     # ── events of connections ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def opened(self, line: SealedConnection) -> None:
+    def opened(self, connection: SealedConnection) -> None:
         session = self.router_sessions.connected(self.clock_us())
-        self._lines[session], self._sessions[line] = line, session
+        self._connections[session], self._sessions[connection] = connection, session
         self._arm()
 
-    def heard(self, line: SealedConnection, frame: bytes) -> None:
-        session = self._sessions.get(line)
+    def received(self, connection: SealedConnection, frame: bytes) -> None:
+        session = self._sessions.get(connection)
         if session is not None:
             message, now_us = decode_from_instance(frame), self.clock_us()
             self._perform(self.router_sessions.receive(session, message, now_us), now_us)
 
-    def ended(self, line: SealedConnection, end: ConnectionEnd) -> None:
-        session = self._sessions.pop(line, None)
+    def ended(self, connection: SealedConnection, end: ConnectionEnd) -> None:
+        session = self._sessions.pop(connection, None)
         if session is None:
             return  # closed by us
-        del self._lines[session]
+        del self._connections[session]
         if self._performing:  # a connection that broke while we wrote to it: its loss is handled after the current acts
             asyncio.get_running_loop().call_soon(self._lose, session, end.reason)
         else:
@@ -148,16 +141,16 @@ class InstanceConnections:
                             self._turned_away["fenced" if message.fenced else "turned_away"] += 1
                     case CloseConnection(session, reason):
                         self._send(session, frames.pop(session, []))
-                        self._hang_up(session, reason)
+                        self._close_connection(session, reason)
                     case _:
-                        self._tell(act, now_us)
+                        self._notify(act, now_us)
             for session, ready in frames.items():
                 self._send(session, ready)
         finally:
             self._performing = False
         self._arm()
 
-    def _tell(self, act: Act, now_us: int) -> None:
+    def _notify(self, act: Act, now_us: int) -> None:
         if isinstance(act, FleetChanged):
             self._log(act)
         for watcher in self._watchers:
@@ -165,27 +158,27 @@ class InstanceConnections:
 
     def _log(self, change: FleetChanged) -> None:
         """A rejected instance tries again and again: the same change is logged once."""
-        level = logging.WARNING if change.what in BAD_NEWS else logging.INFO
+        level = logging.WARNING if change.what in WARNING_CHANGES else logging.INFO
         if change.what == "draining" and not self.router_sessions.router.fleet.servers:
             level = logging.WARNING
-        if change == self._told.get(change.name):
+        if change == self._last_logged.get(change.name):
             level = logging.DEBUG
-        self._told.pop(change.name, None)
-        self._told[change.name] = change
-        if len(self._told) > TOLD_MAX:
-            del self._told[next(iter(self._told))]
+        self._last_logged.pop(change.name, None)
+        self._last_logged[change.name] = change
+        if len(self._last_logged) > LOGGED_MAX:
+            del self._last_logged[next(iter(self._last_logged))]
         log.log(level, "instance %s (%d) %s: %s", change.name, change.incarnation, change.what, change.why or "-")
 
     def _send(self, session: Session, frames: list[bytes]) -> None:
-        line = self._lines.get(session)
-        if line is not None and frames:
-            line.send(frames)
+        connection = self._connections.get(session)
+        if connection is not None and frames:
+            connection.send(frames)
 
-    def _hang_up(self, session: Session, reason: str) -> None:
-        line = self._lines.pop(session, None)
-        if line is not None:
-            del self._sessions[line]
-            line.part(reason)
+    def _close_connection(self, session: Session, reason: str) -> None:
+        connection = self._connections.pop(session, None)
+        if connection is not None:
+            del self._sessions[connection]
+            connection.close(reason)
 
     # ── time ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 

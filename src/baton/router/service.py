@@ -32,7 +32,7 @@ from baton.node.http_server import (
     address_of,
     bind,
     check_host,
-    door_key,
+    listener_key,
     model_name,
     state_logged,
     url_of,
@@ -78,7 +78,7 @@ def route(settings: RouterSettings, say: Say) -> None:
         api_keys=settings.api_keys,
         chat_template=None if template is None else read_template(template),
     )
-    key = door_key(settings.join_host, settings.cluster_key, settings.cluster_key_file)
+    key = listener_key(settings.join_host, settings.cluster_key, settings.cluster_key_file)
     clients = bind(settings.host, settings.port, "--port")
     try:
         instances = bind(settings.join_host, settings.join_port, "--join-port")
@@ -143,10 +143,10 @@ class _Process:
         self, engine: FleetEngine, sessions: InstanceConnections, state: RouterState, text: ModelText, metrics: Metrics
     ) -> FastAPI:
         dashboard = Dashboard(state, monotonic_us, engine.views, demo=self._settings.demo)
-        chronicle = FleetEventLog(sessions, engine)
+        event_log = FleetEventLog(sessions, engine)
         grace_s = self._settings.config.orphan_grace_us / 1e6
         admin_key = self._settings.admin_key
-        return create_router_app(engine, sessions, chronicle, dashboard, text, self._api, metrics, grace_s, admin_key)
+        return create_router_app(engine, sessions, event_log, dashboard, text, self._api, metrics, grace_s, admin_key)
 
     async def _until_over(self, engine: FleetEngine, serving: asyncio.Task[None]) -> None:
         stop = asyncio.ensure_future(self._signals.stop.wait())
@@ -174,4 +174,4 @@ class _Process:
 async def _sample(state: RouterState, engine: FleetEngine, router: Router) -> None:
     while True:
         await asyncio.sleep(SAMPLE_S)
-        state.sample(engine.look(), router.waiting, monotonic_us())
+        state.sample(engine.sample_views(), router.waiting, monotonic_us())

@@ -216,7 +216,7 @@ class RouterHost:
     def cut(self, passage: RouterRequest, place: int, keep: int) -> None:
         if passage.body is not None and passage.body in self._passages:
             self.book.cut(passage.body, place)
-            self._carry_out(self.switch.cut(passage.body, place, keep, self.host.world.now_us))
+            self._carry_out(self.switch.stop_choice(passage.body, place, keep, self.host.world.now_us))
 
     def claim(self, group: Sequence[Submission], asker: RequestListener) -> tuple[RouterRequest, UnclaimedAnswer] | None:
         """A client comes for what it was in the middle of when an earlier router was lost. None: not known here (yet).

@@ -2,7 +2,7 @@
 
     session = sessions.connected(now)                      an instance has connected and proved the key
     acts    = sessions.receive(session, message, now)        a message of it: messages to send, news for clients
-    acts    = sessions.submit(tenant, group, origin, now)  … and leave, cut, claim, drain, tick
+    acts    = sessions.submit(tenant, group, origin, now)  … and leave, stop_choice, claim, drain, tick
 
 The router decides; this translates. Each session has one `RequestTable` and the attempts that were sent there:
 
@@ -311,7 +311,7 @@ class RouterSessions:
     def leave(self, number: RequestNumber, now_us: int) -> list[Act]:
         return self._handle(ClientLeft(number), now_us)
 
-    def cut(self, number: RequestNumber, choice: int, keep: int, now_us: int) -> list[Act]:
+    def stop_choice(self, number: RequestNumber, choice: int, keep: int, now_us: int) -> list[Act]:
         return self._handle(StopStringFound(number, choice, keep), now_us)
 
     def claim(self, number: RequestNumber, now_us: int, group: Sequence[Submission] = ()) -> list[Act]:
