@@ -19,7 +19,7 @@ from baton.core.engine.prefix import KEY_BYTES
 from baton.core.engine.request import FinishReason, frozen_tokens
 from baton.core.routing.events import Join
 from baton.node import router_membership as joining_module
-from baton.node.engine import monotonic_us
+from baton.node.clock import monotonic_us
 from baton.node.router_membership import InstanceFenced, RouterAddress, RouterMembership
 from baton.node.sealed_connection import UNREAD_BYTES_MAX
 from baton.node.service import default_name

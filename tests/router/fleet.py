@@ -29,13 +29,14 @@ from baton.core.routing.config import RouterConfig
 from baton.core.routing.events import Join
 from baton.core.routing.router import Router
 from baton.executor.scripted import ScriptedExecutor
+from baton.node.clock import monotonic_us
 from baton.node.sealed_connection import ConnectionEnd, ConnectionStage
 from baton.router.app import create_router_app
 from baton.router.dashboard import Dashboard
 from baton.router.dashboard_state import RouterState
 from baton.router.fleet_engine import FleetEngine
 from baton.router.fleet_log import FleetEventLog
-from baton.router.instance_connections import InstanceConnections, monotonic_us
+from baton.router.instance_connections import InstanceConnections
 from baton.wire.engine_messages import PrefillPeerAddresses, RefusedMessage, StepOutput
 from baton.wire.instance_sessions import InstanceSessions, SessionEffects
 from baton.wire.router_messages import decode_from_router, encode_membership

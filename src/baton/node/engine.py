@@ -18,7 +18,6 @@ import shutil
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -37,6 +36,7 @@ from baton.core.handover.messages import PeerEffect
 from baton.core.tiers.transfers import StorageEffect
 from baton.executor.contract import Executor
 from baton.kv.store import BadStore
+from baton.node.clock import monotonic_us
 from baton.node.engine_setup import build_executor, worker_config
 from baton.node.gc_pauses import freeze_gc
 from baton.node.handovers import open_handovers
@@ -79,10 +79,6 @@ EXIT_FAILED = 1
 EXIT_NO_PARENT = 3
 
 _IPC = "ipc://"
-
-
-def monotonic_us() -> int:
-    return time.monotonic_ns() // 1000
 
 
 class PeerOrders(Protocol):

@@ -19,7 +19,8 @@ import zmq
 import zmq.asyncio
 
 from baton.api.engine import EngineDead
-from baton.node.engine import QUEUED_MESSAGES_MAX, monotonic_us
+from baton.node.clock import monotonic_us
+from baton.node.engine import QUEUED_MESSAGES_MAX
 from baton.node.settings import EngineSettings
 from baton.wire.engine_messages import FromEngine, decode_from_engine
 

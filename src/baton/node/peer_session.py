@@ -10,7 +10,6 @@ ends the connection with a reason, and nothing but the connection. Runs on one e
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 from typing import Protocol
@@ -18,6 +17,7 @@ from typing import Protocol
 from baton.core.config import Role
 from baton.core.handover.messages import Ask, Commit, PeerId, PeerMessage
 from baton.kv.transfer_contract import KvLayout
+from baton.node.clock import monotonic_us
 from baton.node.sealed_connection import ConnectionEnd, ConnectionFault, SealedConnection
 from baton.wire.engine_messages import WireError
 from baton.wire.link import PACKET_BYTES_MAX, Acceptor, Initiator, LinkConfig, LinkFull, Lost, Opened, Replaced, Took
@@ -99,10 +99,6 @@ class SessionEvents(Protocol):
         """Called once for each session that `connected` was called for."""
 
 
-def now_us() -> int:
-    return time.monotonic_ns() // 1000
-
-
 class PeerSession:
     def __init__(self, local: LocalInstance, events: SessionEvents, dialed: PeerId | None) -> None:
         """`dialed` is the peer we connected to; None when it connected to us."""
@@ -114,7 +110,7 @@ class PeerSession:
         )
         self._local = local
         self._events = events
-        self._link = Initiator(now_us(), LINK) if dialed is not None else Acceptor(local.incarnation, LINK)
+        self._link = Initiator(monotonic_us(), LINK) if dialed is not None else Acceptor(local.incarnation, LINK)
         self.peer = dialed or PeerId("")
         """The id of the other side; of one that connected to us, known once it has proved itself."""
         self._fits = self._is_accepted = False
@@ -133,12 +129,12 @@ class PeerSession:
         if self.dialed is None:
             self.peer = PeerId(connection.peer)
         if isinstance(self._link, Initiator):
-            self._send_packets(self._link.open(now_us()))
+            self._send_packets(self._link.open(monotonic_us()))
             self._register()
 
     def received(self, connection: SealedConnection, frame: bytes) -> None:
         try:
-            self._handle(self._link.take(frame, now_us()))
+            self._handle(self._link.take(frame, monotonic_us()))
         except LinkFull as full:
             connection.abort(ConnectionFault.NOT_READING, str(full))
 
@@ -183,7 +179,7 @@ class PeerSession:
         self._send_frame(encode_registration(message))
 
     def _send_frame(self, frame: bytes) -> None:
-        self._send_packets(self._link.send(frame, now_us()))
+        self._send_packets(self._link.send(frame, monotonic_us()))
 
     def _send_packets(self, packets: list[bytes]) -> None:
         self.connection.send(packets)
@@ -237,8 +233,8 @@ class PeerSession:
         if self.stage is SessionStage.OVER:
             return
         deadline = self._link.next_deadline()
-        if deadline is not None and deadline <= now_us():
-            self._handle(self._link.tick(now_us()))
+        if deadline is not None and deadline <= monotonic_us():
+            self._handle(self._link.tick(monotonic_us()))
         asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     def _on_register_timeout(self) -> None:

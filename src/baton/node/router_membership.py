@@ -20,7 +20,7 @@ from typing import Protocol
 
 from baton.core.engine.orders import Accepted
 from baton.core.errors import BatonError
-from baton.node.engine import monotonic_us
+from baton.node.clock import monotonic_us
 from baton.node.sealed_connection import ConnectionEnd, SealedConnection, connect
 from baton.wire.engine_messages import PrefillPeerAddresses, Pulse, RefusedMessage, StepOutput, ToEngine
 from baton.wire.instance_sessions import InstanceSessions, SessionEffects

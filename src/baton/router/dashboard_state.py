@@ -93,7 +93,7 @@ class _InstanceHistory:
     lives: int
     seen_us: int
     samples: deque[tuple[int, list[int]]] = field(default_factory=lambda: deque(maxlen=SAMPLES))
-    """(revision, values as in `LEDGER_COLUMNS`)"""
+    """(revision, [at_us, free, evictable, used, leased, receiving, leaving, running, waiting])"""
 
     def shown(self) -> dict[str, object]:
         facts, ledger = self.facts, self.ledger
@@ -122,10 +122,6 @@ class _InstanceHistory:
         }
 
 
-LEDGER_COLUMNS = ("at_us", "free", "evictable", "used", "leased", "receiving", "leaving", "running", "waiting")
-FLEET_COLUMNS = ("at_us", "waiting", "open", "tokens", "ttft_p50", "ttft_p95", "tpot_p50", "tpot_p95", "moves")
-
-
 class RouterState:
     def __init__(self, started_us: int, window_s: int = 60) -> None:
         self._started_us = started_us
@@ -135,6 +131,7 @@ class RouterState:
         self._instances: dict[str, _InstanceHistory] = {}
         self._events: deque[tuple[int, dict[str, object]]] = deque(maxlen=EVENTS_MAX)
         self._fleet: deque[tuple[int, list[int | None]]] = deque(maxlen=SAMPLES)
+        """(revision, [at_us, waiting, open, tokens, ttft_p50, ttft_p95, tpot_p50, tpot_p95, moves])"""
         self._totals = {"requests": 0, "tokens": 0, "moves": 0, "preemptions": 0, "handovers": 0}
         self._sampled = dict(self._totals)
         """`_totals` at the last sample."""

@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 from baton.core.engine.request import Submission
 from baton.core.routing.events import FleetChanged, Session
 from baton.core.routing.identity import RequestNumber
+from baton.node.clock import monotonic_us
 from baton.node.sealed_connection import ConnectionEnd, Listener, SealedConnection
 from baton.wire.router_messages import TurnedAway, decode_from_instance, encode_membership
 from baton.wire.router_sessions import Act, CloseConnection, RouterSessions, SayToInstance
@@ -29,10 +29,6 @@ LOGGED_MAX = 1024
 
 Watcher = Callable[[Act, int], None]
 """Called with an act and its time in microseconds."""
-
-
-def monotonic_us() -> int:
-    return time.monotonic_ns() // 1000
 
 
 class InstanceConnections:

@@ -23,6 +23,7 @@ from baton.api.model_text import ModelText, load_text, read_template
 from baton.api.settings import ApiSettings
 from baton.core.routing.config import RouterConfig
 from baton.core.routing.router import Router
+from baton.node.clock import monotonic_us
 from baton.node.gc_pauses import freeze_gc
 from baton.node.http_server import (
     CannotServe,
@@ -46,7 +47,7 @@ from baton.router.dashboard import Dashboard
 from baton.router.dashboard_state import RouterState
 from baton.router.fleet_engine import FleetEngine
 from baton.router.fleet_log import FleetEventLog
-from baton.router.instance_connections import InstanceConnections, monotonic_us
+from baton.router.instance_connections import InstanceConnections
 from baton.router.settings import RouterProcessSettings
 from baton.wire.router_sessions import RouterSessions
 

@@ -25,6 +25,7 @@ import aiohttp
 import msgspec
 
 from baton.api.auth import secret_of
+from baton.node.clock import monotonic_us
 from baton.node.parent_process import bound_to
 from baton.up.fleet_plan import SERVING_ROLES, FleetPlan, PlannedProcess, RouterPorts
 from baton.up.merged_log import LineSplitter, MergedLog
@@ -236,7 +237,7 @@ class Supervisor:
             if self._stopping.is_set():
                 return
             first_of_router = child is self._router and not self.url
-            verdict = child.restarts.ended(code, _now_us())
+            verdict = child.restarts.ended(code, monotonic_us())
             self._explain(child)
             if isinstance(verdict, GiveUp) or first_of_router:
                 self._log.note(child.name, f"{_ending(code)} before it was ready: given up")
@@ -246,7 +247,7 @@ class Supervisor:
             await self._pause(child, code, verdict)
 
     async def _pause(self, child: SupervisedProcess, code: int, verdict: RestartAfter) -> None:
-        delay_s = max(0.0, (verdict.at_us - _now_us()) / 1e6)
+        delay_s = max(0.0, (verdict.at_us - monotonic_us()) / 1e6)
         when = f"in {delay_s:.1f} s" if delay_s > 0.05 else "now"
         self._log.note(child.name, f"{_ending(code)}; started again {when}")
         with contextlib.suppress(TimeoutError):
@@ -324,7 +325,7 @@ class Supervisor:
             if " WARNING " in line or " ERROR " in line:
                 self._log.line(child.name, line)
         child.output.clear()
-        child.restarts.ready(_now_us())
+        child.restarts.ready(monotonic_us())
         pid = child.process.pid if child.process is not None else 0
         again = f", life {child.restarts.lives}" if child.restarts.lives > 1 else ""
         self._log.note(child.name, f"ready (pid {pid}{again})")
@@ -388,7 +389,3 @@ def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None
     """Signal the whole session of the process, so that its children get it too."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)
-
-
-def _now_us() -> int:
-    return time.monotonic_ns() // 1000

@@ -3,12 +3,11 @@ one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from baton.core.engine.gauges import SchedulerGauges
-from baton.core.engine.prefix import KEY_BYTES
 from baton.wire.engine_messages import Pulse
-from baton.wire.router_messages import KEYS_A_BEAT_MAX, NOTES_A_BEAT_MAX, HeartbeatMessage
+from baton.wire.router_messages import KEYS_A_BEAT_MAX, NOTES_A_BEAT_MAX, HeartbeatMessage, keys_of
 
 NO_GAUGES = SchedulerGauges()
 
@@ -31,10 +30,10 @@ class CachedPrefixes:
             self._named, self._forgotten = {}, {}
         if not self._is_reporting:
             return
-        for key in _keys(pulse.forgotten):
+        for key in keys_of(pulse.forgotten):
             self._named.pop(key, None)
             self._forgotten[key] = None
-        for key in _keys(pulse.named):
+        for key in keys_of(pulse.named):
             self._forgotten.pop(key, None)
             self._named[key] = None
 
@@ -71,10 +70,6 @@ class Heartbeats:
         notes = tuple((serial, phase, max(0, now_us - at_us)) for serial, phase, at_us in self._notes)
         self._notes.clear()
         return HeartbeatMessage(self._gauges, max(0, silent_us), self._computing, fresh, named, forgotten, notes)
-
-
-def _keys(data: bytes) -> Iterator[bytes]:
-    return (data[at : at + KEY_BYTES] for at in range(0, len(data), KEY_BYTES))
 
 
 def _take_keys(keys: dict[bytes, None]) -> bytes:

@@ -10,25 +10,20 @@ from collections.abc import Mapping
 
 from baton.core.engine.change_journal import CachedKeysChanged
 from baton.core.engine.plan import Logprobs
-from baton.core.engine.prefix import KEY_BYTES
 from baton.core.engine.request import Submission
 from baton.core.routing.events import Heartbeat, HeldChoice, Join, PhaseReport
 from baton.core.routing.identity import ChoiceAttempt
 from baton.wire.engine_messages import LogprobLine, WireError, logprob_lines, numbers, tokens_of
-from baton.wire.router_messages import HeartbeatMessage, HeldChoiceMessage, HeldGroup, check_group, check_tokens
+from baton.wire.router_messages import HeartbeatMessage, HeldChoiceMessage, HeldGroup, check_group, check_tokens, keys_of
 
 
 def heartbeat_of(beat: HeartbeatMessage, attempts: Mapping[int, ChoiceAttempt]) -> Heartbeat:
     """The heartbeat as the router takes it. `attempts` is by serial; notes of other serials are left out."""
-    names = CachedKeysChanged(beat.fresh, _keys(beat.named), _keys(beat.forgotten))
+    names = CachedKeysChanged(beat.fresh, keys_of(beat.named), keys_of(beat.forgotten))
     notes = tuple(
         PhaseReport(attempts[serial], phase, ago_us) for serial, phase, ago_us in beat.notes if serial in attempts
     )  # fmt: skip
     return Heartbeat(beat.gauges, beat.engine_silent_us, beat.computing, names, notes)
-
-
-def _keys(data: bytes) -> tuple[bytes, ...]:
-    return tuple(data[at : at + KEY_BYTES] for at in range(0, len(data), KEY_BYTES))
 
 
 def tokens_left(submission: Submission, context_tokens: int) -> int:

@@ -244,7 +244,8 @@ def check_group(group: tuple[Submission, ...], vocabulary: int) -> None:
         sampling = submission.sampling
         check_tokens(frozen_tokens([*sampling.stop_token_ids, *(token for token, _ in sampling.logit_bias)]), vocabulary)
         had, most = len(submission.generated), submission.max_tokens
-        _demand(not had or most is None or had < most, f"{had} outputs of at most {most}, and more to come")
+        if had and most is not None and had >= most:
+            raise WireError(f"not a request for an engine: {had} outputs of at most {most}, and more to come")
 
 
 def held_bytes(held: HeldGroup) -> int:
@@ -279,6 +280,6 @@ def check_tokens(tokens: Tokens, vocabulary: int) -> None:
         raise UnknownToken(f"a token that is none of a vocabulary of {vocabulary}")
 
 
-def _demand(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise WireError(f"not a request for an engine: {otherwise}")
+def keys_of(data: bytes) -> tuple[bytes, ...]:
+    """Split concatenated block keys."""
+    return tuple(data[at : at + KEY_BYTES] for at in range(0, len(data), KEY_BYTES))
