@@ -1,4 +1,4 @@
-"""The front end's side of an engine: whatever fails in talking to it, nobody is left waiting."""
+"""The front end's client of an engine: whatever fails between them, no submitter waits for ever."""
 
 from __future__ import annotations
 

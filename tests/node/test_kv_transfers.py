@@ -1,4 +1,4 @@
-"""Which way KV travels between two instances, and that orders reach the transfer that carries a hand-over."""
+"""The choice of a transfer between two instances, and that orders reach the transfer of their hand-over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sessions between instances over real sockets: who is heard, who is refused and counted, and that nobody else notices."""
+"""Sessions between instances over real sockets: refused connections are counted, and other sessions do not notice."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class NoWays:
 
 
 class Instance:
-    """An instance as far as its peers are concerned."""
+    """An instance as its peers see it."""
 
     def __init__(self, plays: Role, name: str, calls: tuple[str, ...] = (), **changed: Any) -> None:
         self.inbox = EngineInbox()
@@ -97,7 +97,7 @@ def in_session(make: Make) -> tuple[Instance, Instance]:
 
 
 def still_serves(make: Make, giver: Instance) -> None:
-    """Whatever happened before, a good peer that calls now gets its session and is heard."""
+    """A valid peer that connects now gets its session, whatever happened before."""
     taker = make(DECODE, "good", (giver.address,))
     assert taker.next() == PeerOpened(PeerId(giver.address))
     taker.peers.send(PeerId(giver.address), Adopted(7, 1))
@@ -157,7 +157,7 @@ def test_whom_to_call_can_change_at_any_time(make: Make) -> None:
 
 
 def test_one_that_could_not_be_reached_is_called_no_more_once_it_is_not_a_peer(make: Make) -> None:
-    """Its address may be another's by then."""
+    """The address may belong to another process by then."""
     with listen("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
     giver = make(PREFILL, "p")
@@ -215,7 +215,7 @@ def test_what_does_not_fit_is_refused_with_both_values(
 
 
 class Caller:
-    """A peer by hand, up to whatever point a test wants."""
+    """A peer played by the test, up to any point of the handshake."""
 
     def __init__(self, giver: Instance, key: bytes = KEY, name: str = "caller") -> None:
         host, _, port = giver.address.rpartition(":")

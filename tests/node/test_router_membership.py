@@ -1,4 +1,5 @@
-"""An instance under a router, over real sockets: joins, beats, serves legs, keeps what a lost router asked for, and goes."""
+"""An instance under a router, over real sockets: joins, sends heartbeats, serves attempts, keeps those of a lost router,
+leaves."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ class QuietEngine:
     def __init__(self) -> None:
         self.orders: list[ToEngine] = []
         self.heard_us: int | None = None
-        """When it last spoke; None: it does all the time."""
+        """When it last sent a message; None: it does all the time."""
         self.news = asyncio.Event()
 
     @property

@@ -1,4 +1,4 @@
-"""Sealed lines over real sockets: what is said is heard whole and in order; who is not to be believed is counted."""
+"""Sealed connections over real sockets: frames arrive whole and in order; connections that break the rules are counted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DEADLINE_S = 20.0
 
 
 class Room:
-    """One side: keeps what it is told."""
+    """One side: records its events."""
 
     def __init__(self) -> None:
         self.lines: list[SealedConnection] = []
@@ -62,7 +62,7 @@ class Room:
 
 
 class Inn:
-    """A door with a room behind it, on a free port."""
+    """A Listener on a free port."""
 
     def __init__(self, handshake_s: float) -> None:
         self.room = Room()
@@ -76,7 +76,7 @@ class Inn:
                 await asyncio.sleep(0)
 
     async def still_serves(self) -> None:
-        """Whatever happened before, a good caller that comes now is heard."""
+        """A valid connection works now, whatever happened before."""
         guest, calling = await dial(self)
         guest.lines[0].send([b"good"])
         await self.room.until(lambda: b"good" in self.room.frames)
@@ -103,7 +103,7 @@ async def dial(to: Inn, key: bytes = KEY, name: str = "guest") -> tuple[Room, as
 
 
 class Cheat:
-    """A caller that holds the key and does as it likes with the bytes."""
+    """A connecting side that holds the key and alters the bytes."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, name: str) -> None:
         self.reader, self.writer = reader, writer

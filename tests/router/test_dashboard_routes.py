@@ -1,4 +1,4 @@
-"""The dashboard's routes: what is open, what the browser is told to refuse, and who may kill what."""
+"""The dashboard's routes: what is open, what the browser must refuse, and the checks of a kill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the dashboard is told: in the order of time, bounded, and only what is new."""
+"""The dashboard's state: ordered by time, bounded, and only changes."""
 
 from __future__ import annotations
 

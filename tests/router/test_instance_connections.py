@@ -1,4 +1,4 @@
-"""The router's connections: who proves the key and then says nothing does not stay."""
+"""The router's connections: one that proves the key and then sends nothing is closed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts of all instances that there ever were only grow."""
+"""Counts over all instances that ever joined never decrease."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A router is killed and started again: answers go on after exactly what their clients have."""
+"""A router is killed and restarted: answers continue exactly where their clients stopped."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def resume(fleet: Fleet, after: str, headers: dict[str, str] | None = None, name
 
 
 def cut_off(fleet: Fleet, tokens: int, chat: bool = False, **fields: Any) -> None:
-    """Ask, and have the router killed after so many tokens."""
+    """Send a request, and kill the router after this many tokens."""
     for member in fleet.members.values():
         member.allowed = member.given + tokens
     with asking(fleet.served, chat, MINE, **fields):

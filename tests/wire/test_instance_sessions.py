@@ -1,4 +1,5 @@
-"""The instance's book: what a router placed is answered once and kept while it may be asked for; no other's is touched."""
+"""InstanceSessions: each place is answered once and kept while a router may ask for it; requests of others are not
+touched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a peer says arrives as it was meant; what no peer of ours would say is a WireError and nothing else."""
+"""Peer messages: decoding gives back what was encoded; every other frame is a WireError and nothing else."""
 
 from __future__ import annotations
 

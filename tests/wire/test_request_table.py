@@ -1,4 +1,4 @@
-"""The front end's book: each ticket and each serial ends exactly once, and what nobody wants any more is cancelled."""
+"""RequestTable: each ticket and each serial ends exactly once, and abandoned requests are cancelled."""
 
 from __future__ import annotations
 

@@ -304,7 +304,7 @@ def test_an_older_life_of_an_instance_is_fenced() -> None:
 
 
 class Script:
-    """A router that says what it is told to, and remembers what it heard."""
+    """A router that returns the effects it is given, and records its events."""
 
     def __init__(self) -> None:
         self.config = RouterConfig()
@@ -330,7 +330,7 @@ def which(number: int, choice: int) -> ChoiceAttempt:
 
 
 class Hand:
-    """A session with an instance that is played by hand, as far as one that has joined."""
+    """A session with an instance that the test plays, after the join."""
 
     def __init__(self, *held: HeldGroup, keep: Sequence[tuple[int, int, int]] = ()) -> None:
         self.router = Script()
@@ -343,7 +343,7 @@ class Hand:
         self.router.heard.clear()
 
     def hear(self, message: FromInstance, *effects: RouterEffect) -> list[object]:
-        """What is said, and told to clients, after this."""
+        """Receive a message; returns the messages and client effects that follow."""
         self.router.says += effects
         return self._plain(self.switch.receive(self.session, decode_from_instance(encode_membership(message)), 0))
 
@@ -367,7 +367,7 @@ class Hand:
         assert self.news() == [AttemptAccepted(self.session, attempt(number))]
 
     def news(self) -> list[RouterEvent]:
-        """What the router heard since the last time; its ticks aside."""
+        """The router's events since the last call, ticks excluded."""
         heard = [event for event in self.router.heard if not isinstance(event, DeadlineCame)]
         self.router.heard.clear()
         return heard
