@@ -96,9 +96,9 @@ async def test_a_submitter_that_leaves_as_the_answer_comes_leaves_nothing_runnin
     leaving = asyncio.create_task(engine.submit([ask(4000)]))
     take = RequestTable.take
 
-    def leave_now(desk: RequestTable, message: FromEngine) -> TableNews:
+    def leave_now(table: RequestTable, message: FromEngine) -> TableNews:
         leaving.cancel()
-        return take(desk, message)
+        return take(table, message)
 
     monkeypatch.setattr(RequestTable, "take", leave_now)
     with pytest.raises(asyncio.CancelledError):

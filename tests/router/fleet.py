@@ -79,7 +79,7 @@ class MemoryMember:
         self.executor = ScriptedExecutor(shape_of(config), text.vocabulary)
         self.worker = Worker(config, PrefixIndex(SECRET, self.executor.fingerprint, config.blocks))
         self._driver = WorkerDriver(self.worker, monotonic_us, launch=self._launch, answer=self._answer)
-        self.relay = InstanceSessions(
+        self.instance_sessions = InstanceSessions(
             Join(
                 name, incarnation, config.role.name, self.executor.fingerprint[:64], f"http://{name}", "", config.slots,
                 config.blocks, config.block_size, config.context_tokens, text.vocabulary, 0, False,
@@ -98,14 +98,14 @@ class MemoryMember:
     def join(self, sessions: InstanceConnections) -> None:
         self.sessions, self.line = sessions, MemoryLine(self)
         sessions.opened(self.line)  # type: ignore[arg-type]
-        self._act(SessionEffects(messages=self.relay.opened(monotonic_us())))
+        self._act(SessionEffects(messages=self.instance_sessions.opened(monotonic_us())))
 
     def hear(self, frame: bytes) -> None:
-        self._act(self.relay.receive(decode_from_router(frame), monotonic_us()))
+        self._act(self.instance_sessions.receive(decode_from_router(frame), monotonic_us()))
 
     def lost(self, reason: str) -> None:
         self.line = None
-        self.relay.lost(reason, monotonic_us())
+        self.instance_sessions.lost(reason, monotonic_us())
 
     def die(self) -> None:
         """As after kill -9: the router sees the connection end."""
@@ -133,7 +133,7 @@ class MemoryMember:
             now_s = asyncio.get_running_loop().time()
             if now_s - beaten_s > BEAT_S and self.line is not None:
                 beaten_s = now_s
-                beat = self.relay.beat(None, 0, monotonic_us())
+                beat = self.instance_sessions.beat(None, 0, monotonic_us())
                 self._act(SessionEffects(messages=[] if beat is None else [beat]))
 
     def _compute(self) -> bool:
@@ -152,7 +152,7 @@ class MemoryMember:
         if isinstance(message, Accepted | RefusedMessage | StepOutput):
             if isinstance(message, StepOutput):
                 self.given += len(message.tokens) // 4
-            self._act(self.relay.take(message, monotonic_us()))
+            self._act(self.instance_sessions.take(message, monotonic_us()))
 
 
 class Fleet:
