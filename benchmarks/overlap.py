@@ -199,7 +199,7 @@ class _Side:
         if self.transfers is not None:
             self.transfers.step_done(step)
 
-    def call(self, addresses: tuple[str, ...]) -> None:
+    def connect_to(self, addresses: tuple[str, ...]) -> None:
         del addresses  # the two sides know each other
 
     def traffic(self) -> PeerTraffic:

@@ -49,7 +49,8 @@ from baton.executor.counting import STOP_TOKEN, CountingExecutor
 from baton.kv.block_access import HostBlocks
 from baton.kv.store import Store, open_store
 from baton.kv.transfer_contract import KvLayout
-from baton.node.engine import EngineLoop, monotonic_us
+from baton.node.clock import monotonic_us
+from baton.node.engine import EngineLoop
 from baton.node.engine_setup import PacedExecutor
 from baton.node.gc_pauses import freeze_gc
 from baton.node.inbox import EngineInbox

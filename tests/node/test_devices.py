@@ -1,4 +1,4 @@
-"""Where an engine computes, and which wishes are refused there, by name and before anything slow happens."""
+"""The choice of a device, and the settings that it refuses, by name and before anything slow happens."""
 
 from __future__ import annotations
 

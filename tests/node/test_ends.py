@@ -1,4 +1,4 @@
-"""What the core says of a request's end and of hand-overs is what the HTTP surface is given, over the real wire format."""
+"""Ends of requests and gauges of the core reach the HTTP surface unchanged, over the real wire format."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ GAUGES = SchedulerGauges(
 
 @pytest.fixture
 async def engine() -> AsyncIterator[EngineClient]:
-    """Without a process: the test speaks in its place."""
+    """Without a process: the test sends the engine's messages."""
     made = EngineClient(EngineSettings(endpoint="", model_folder=None, prefix_secret=b"x" * 32))
     hear(made, ReadyMessage(WIRE_VERSION, 512, 320, 4, 25, 16, "", GAUGES))
     await made.wait_ready()

@@ -1,4 +1,4 @@
-"""The front end's side of an engine: whatever fails in talking to it, nobody is left waiting."""
+"""The front end's client of an engine: whatever fails between them, no submitter waits for ever."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from baton.api.engine import EngineDead, TokenStream
 from baton.core.engine.request import RequestId, Sampling, Submission, frozen_tokens
 from baton.core.errors import RefusalCode, Refused
 from baton.node import engine_client as client_module
+from baton.node import engine_process
 from baton.node.engine_client import EngineClient
 from baton.node.settings import EngineSettings
 from baton.wire.engine_messages import FromEngine, WireError
@@ -45,7 +46,7 @@ async def test_a_fault_while_receiving_ends_every_open_request(
     def broken(_: bytes) -> None:
         raise WireError("not a message")
 
-    monkeypatch.setattr(client_module, "decode_from_engine", broken)
+    monkeypatch.setattr(engine_process, "decode_from_engine", broken)
     with pytest.raises(EngineDead, match="cannot talk to the engine"):
         async for _ in stream:
             pass
@@ -57,7 +58,7 @@ async def test_a_group_too_large_for_one_message_is_refused_and_the_engine_lives
     engine: EngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_module, "FRAME_BYTES_MAX", 100)
-    engine._heard_us -= 60_000_001
+    engine._process._last_message_us -= 60_000_001
     with pytest.raises(Refused, match="at most 100"):
         await engine.submit([ask()])
     assert engine.open_requests == 0
@@ -95,9 +96,9 @@ async def test_a_submitter_that_leaves_as_the_answer_comes_leaves_nothing_runnin
     leaving = asyncio.create_task(engine.submit([ask(4000)]))
     take = RequestTable.take
 
-    def leave_now(desk: RequestTable, message: FromEngine) -> TableNews:
+    def leave_now(table: RequestTable, message: FromEngine) -> TableNews:
         leaving.cancel()
-        return take(desk, message)
+        return take(table, message)
 
     monkeypatch.setattr(RequestTable, "take", leave_now)
     with pytest.raises(asyncio.CancelledError):

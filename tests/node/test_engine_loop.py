@@ -1,4 +1,4 @@
-"""The engine loop: it hears peers while a step computes, dies with a step or a thread that fails, waits for its reader."""
+"""The engine loop: takes peers' messages while a step computes, ends when a step or a thread fails, waits for its reader."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ DEADLINE_S = 20
 
 
 class GatedExecutor:
-    """The scripted one, whose steps end when the test lets them."""
+    """The scripted executor, with steps that end when the test releases them."""
 
     def __init__(self, shape: ExecutorShape) -> None:
         self._inner = ScriptedExecutor(shape, 64)
@@ -73,7 +73,7 @@ class GatedExecutor:
 
 
 class Orders:
-    """Stands where peers and transfers are: keeps what it is told to do."""
+    """Stands for peers and transfers: records its orders."""
 
     def __init__(self) -> None:
         self.told: list[PeerEffect] = []
@@ -89,7 +89,7 @@ class Orders:
     def step_done(self, step: int) -> None:
         self.steps.append(step)
 
-    def call(self, addresses: tuple[str, ...]) -> None:
+    def connect_to(self, addresses: tuple[str, ...]) -> None:
         with self.news:
             self.calls.append(addresses)
             self.news.notify()
@@ -103,7 +103,7 @@ class Orders:
 
 
 class Shelves:
-    """Stands where host memory and the store are: keeps what it is told to do, and answers fences alone."""
+    """Stands for host memory and the store: records its orders, and answers only fences."""
 
     def __init__(self, inbox: EngineInbox) -> None:
         self.told: queue.SimpleQueue[StorageEffect] = queue.SimpleQueue()
@@ -119,7 +119,7 @@ class Shelves:
 
 
 class Bench:
-    """A loop on a thread of its own, and the front end's end of its socket."""
+    """A loop on its own thread, and the front end's side of its socket."""
 
     def __init__(self, role: Role | None = None, queued_max: int = 100, tiers: TierConfig | None = None) -> None:
         config = WorkerConfig(
@@ -156,7 +156,7 @@ class Bench:
         return decode_from_engine(self.front.recv())
 
     def gauges(self) -> SchedulerGauges:
-        """The next that the front end is told."""
+        """The next gauges sent to the front end."""
         while not isinstance(message := self.hear(), StepOutput):
             pass
         return message.gauges
@@ -386,7 +386,7 @@ def test_the_front_end_hears_of_the_end_before_the_store_is_closed(
             heard.extend(decode_from_engine(ours.recv()) for _ in range(2))
             super().close()
 
-    monkeypatch.setattr(engine, "Storage", Closing)
+    monkeypatch.setattr(engine, "KvStorage", Closing)
     monkeypatch.setattr(engine, "freeze_gc", lambda: None)
     monkeypatch.setattr(threading, "excepthook", threading.excepthook)  # whatever it becomes, it is put back
     settings = EngineSettings("", None, b"x" * 32, blocks=8, host_memory_bytes=1 << 20, kv_store=f"file:{tmp_path}/kv")

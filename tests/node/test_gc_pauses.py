@@ -1,4 +1,4 @@
-"""A collection does not look at what was there when serving began."""
+"""A collection skips the objects that existed when serving began."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an instance's KV is reached by: the pool itself, or copies and a mirror where it lies on a device."""
+"""Access to an instance's KV: the pool itself, or copies and a mirror where the pool is on a device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PREFILLS = EngineSettings("", None, b"", role="prefill")
 
 
 class OnDevice:
-    """A scripted executor whose pool only copies reach."""
+    """A scripted executor whose pool is reached only by copies."""
 
     vocabulary = 97
     fingerprint = b"on a device"

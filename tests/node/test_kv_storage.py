@@ -1,4 +1,4 @@
-"""What an instance keeps beyond its pool: orders reach whom they concern, fences are answered, bad settings are told."""
+"""KV beyond the pool: orders reach the right part, fences are answered, bad settings are refused."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def settings(**more: object) -> EngineSettings:
 
 @pytest.fixture(autouse=True)
 def _heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is logged is heard, whatever a command that was run before has made of our logger."""
+    """Make log lines visible, whatever an earlier command has done to the logger."""
     monkeypatch.setattr(logging.getLogger("baton"), "propagate", True)
 
 

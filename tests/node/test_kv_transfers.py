@@ -1,4 +1,4 @@
-"""Which way KV travels between two instances, and that orders reach the transfer that carries a hand-over."""
+"""The choice of a transfer between two instances, and that orders reach the transfer of their hand-over."""
 
 from __future__ import annotations
 
@@ -90,78 +90,78 @@ def with_settings(*pairs: tuple[str, str]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("sides", pairs, ids=[" to ".join(pair) for pair in pairs], indirect=True)
 
 
-def open_handover(giver: Side, taker: Side, same_host: bool = True) -> None:
-    assert giver.transfers.accept(TAKER, taker.transfers.offer(GIVER, same_host)) is None
-    taker.transfers.carry_out(Expect(ON_TAKER, b"token", 2, TARGETS))
-    giver.transfers.carry_out(OpenShip(ON_GIVER, b"token", 2, SOURCES))
+def open_handover(prefill: Side, decode: Side, same_host: bool = True) -> None:
+    assert prefill.transfers.accept(TAKER, decode.transfers.offer(GIVER, same_host)) is None
+    decode.transfers.carry_out(Expect(ON_TAKER, b"token", 2, TARGETS))
+    prefill.transfers.carry_out(OpenShip(ON_GIVER, b"token", 2, SOURCES))
 
 
 @with_settings(("auto", "auto"), ("auto", "tcp"), ("tcp", "tcp"), ("shm", "shm"), ("auto", "shm"))
 def test_what_is_ordered_on_one_side_arrives_on_the_other(
     sides: tuple[Side, Side], memories: tuple[KvMemory, KvMemory]
 ) -> None:
-    giver, taker = sides
-    open_handover(giver, taker)
-    giver.transfers.carry_out(Ship(ON_GIVER, 1, 2, 4, last=False))
-    giver.transfers.carry_out(Ship(ON_GIVER, 2, 4, 5, last=True))
+    prefill, decode = sides
+    open_handover(prefill, decode)
+    prefill.transfers.carry_out(Ship(ON_GIVER, 1, 2, 4, last=False))
+    prefill.transfers.carry_out(Ship(ON_GIVER, 2, 4, 5, last=True))
     for step in (1, 2):
         for layer in (0, 1):
-            giver.transfers.layer_done(step, layer)
-        giver.transfers.step_done(step)
-    shipped = giver.next()
+            prefill.transfers.layer_done(step, layer)
+        prefill.transfers.step_done(step)
+    shipped = prefill.next()
     assert isinstance(shipped, Shipped)
-    taker.transfers.carry_out(Verify(ON_TAKER, shipped.checks))
-    assert taker.next() == Verified(ON_TAKER)
+    decode.transfers.carry_out(Verify(ON_TAKER, shipped.checks))
+    assert decode.next() == Verified(ON_TAKER)
     assert (memories[1].pool[TARGETS] == memories[0].pool[SOURCES]).all()
-    assert taker.transfers.arrived_bytes() == 3 * LAYOUT.block_bytes
+    assert decode.transfers.arrived_bytes() == 3 * LAYOUT.block_bytes
     # What is done needs no fence, and is kept nowhere; one that comes all the same is answered.
-    assert not {**giver.transfers._sending, **taker.transfers._receiving}
-    taker.transfers.carry_out(Fence(ON_TAKER))
-    giver.transfers.carry_out(Fence(ON_GIVER))
-    assert (taker.next(), giver.next()) == (Fenced(ON_TAKER), Fenced(ON_GIVER))
+    assert not {**prefill.transfers._sending, **decode.transfers._receiving}
+    decode.transfers.carry_out(Fence(ON_TAKER))
+    prefill.transfers.carry_out(Fence(ON_GIVER))
+    assert (decode.next(), prefill.next()) == (Fenced(ON_TAKER), Fenced(ON_GIVER))
 
 
 def test_kv_on_devices_arrives_and_stays_there_where_it_can(
     on_devices: tuple[Side, Side, tuple[DeviceLike, DeviceLike], bool], memories: tuple[KvMemory, KvMemory]
 ) -> None:
-    giver, taker, devices, straight = on_devices
-    open_handover(giver, taker, same_host=straight)
-    giver.transfers.carry_out(Ship(ON_GIVER, 1, 2, 5, last=True))
+    prefill, decode, devices, straight = on_devices
+    open_handover(prefill, decode, same_host=straight)
+    prefill.transfers.carry_out(Ship(ON_GIVER, 1, 2, 5, last=True))
     for layer in (1, 0):
-        giver.transfers.layer_done(1, layer)
-    giver.transfers.step_done(1)
-    shipped = giver.next()
+        prefill.transfers.layer_done(1, layer)
+    prefill.transfers.step_done(1)
+    shipped = prefill.next()
     assert isinstance(shipped, Shipped)
-    taker.transfers.carry_out(Verify(ON_TAKER, shipped.checks))
-    assert taker.next() == Verified(ON_TAKER)
+    decode.transfers.carry_out(Verify(ON_TAKER, shipped.checks))
+    assert decode.next() == Verified(ON_TAKER)
     assert (memories[1].pool[TARGETS] == memories[0].pool[SOURCES]).all()
     assert bool(devices[1].pulled) == straight
 
 
 @with_settings(("auto", "auto"), ("auto", "tcp"))
 def test_what_is_fenced_on_either_side_ends_on_both(sides: tuple[Side, Side]) -> None:
-    giver, taker = sides
-    open_handover(giver, taker)
-    taker.transfers.carry_out(Fence(ON_TAKER))
-    assert taker.next() == Fenced(ON_TAKER)
-    giver.transfers.carry_out(Ship(ON_GIVER, None, 2, 5, last=True))
-    assert isinstance(giver.next(), ShipFailed)
-    giver.transfers.carry_out(Fence(ON_GIVER))
-    assert giver.next() == Fenced(ON_GIVER)
-    assert not {**giver.transfers._sending, **taker.transfers._receiving}
+    prefill, decode = sides
+    open_handover(prefill, decode)
+    decode.transfers.carry_out(Fence(ON_TAKER))
+    assert decode.next() == Fenced(ON_TAKER)
+    prefill.transfers.carry_out(Ship(ON_GIVER, None, 2, 5, last=True))
+    assert isinstance(prefill.next(), ShipFailed)
+    prefill.transfers.carry_out(Fence(ON_GIVER))
+    assert prefill.next() == Fenced(ON_GIVER)
+    assert not {**prefill.transfers._sending, **decode.transfers._receiving}
 
 
 @with_settings(("auto", "auto"))
 def test_auto_takes_shared_memory_on_one_host_and_tcp_between_two(sides: tuple[Side, Side]) -> None:
-    _, taker = sides
-    assert taker.transfers.offer(GIVER, same_host=True)[0].startswith("shm:")
-    assert taker.transfers.offer(GIVER, same_host=False)[0].startswith("tcp:127.0.0.1:")
+    _, decode = sides
+    assert decode.transfers.offer(GIVER, same_host=True)[0].startswith("shm:")
+    assert decode.transfers.offer(GIVER, same_host=False)[0].startswith("tcp:127.0.0.1:")
 
 
 @with_settings(("shm", "tcp"), ("tcp", "shm"))
 def test_two_that_insist_on_different_ways_refuse_each_other_by_name(sides: tuple[Side, Side]) -> None:
-    giver, taker = sides
-    reason = giver.transfers.accept(TAKER, taker.transfers.offer(GIVER, same_host=True))
+    prefill, decode = sides
+    reason = prefill.transfers.accept(TAKER, decode.transfers.offer(GIVER, same_host=True))
     assert reason is not None
     assert "shm" in reason
     assert "tcp" in reason
@@ -169,12 +169,12 @@ def test_two_that_insist_on_different_ways_refuse_each_other_by_name(sides: tupl
 
 @with_settings(("auto", "auto"))
 def test_a_peer_without_an_address_or_a_session_gets_nothing(sides: tuple[Side, Side]) -> None:
-    giver, taker = sides
-    assert "0 were given" in (giver.transfers.accept(TAKER, ()) or "")
-    assert giver.transfers.accept(TAKER, taker.transfers.offer(GIVER, same_host=True)) is None
-    giver.transfers.forget(TAKER)
-    giver.transfers.carry_out(OpenShip(ON_GIVER, b"token", 2, SOURCES))
-    assert isinstance(giver.next(), ShipFailed)
+    prefill, decode = sides
+    assert "0 were given" in (prefill.transfers.accept(TAKER, ()) or "")
+    assert prefill.transfers.accept(TAKER, decode.transfers.offer(GIVER, same_host=True)) is None
+    prefill.transfers.forget(TAKER)
+    prefill.transfers.carry_out(OpenShip(ON_GIVER, b"token", 2, SOURCES))
+    assert isinstance(prefill.next(), ShipFailed)
 
 
 def test_auto_never_opens_the_ports_of_mooncake() -> None:

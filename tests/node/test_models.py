@@ -1,4 +1,4 @@
-"""From what a user calls a model to a folder: what is accepted, what is refused, and that nothing is left half-made."""
+"""From the name of a model to a folder: what is accepted, what is refused, and that nothing is left half-made."""
 
 from __future__ import annotations
 

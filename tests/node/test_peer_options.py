@@ -66,8 +66,8 @@ def test_what_goes_together_is_taken(fields: dict[str, Any]) -> None:
 
 
 def test_on_one_machine_instances_find_the_same_key_without_being_given_one(tmp_path: Path) -> None:
-    giver, taker = engine(role="prefill"), engine(role="decode", peers=("localhost:8100",))
-    keys = [cluster_key(one, None, None, tmp_path) for one in (giver, taker, engine(router="localhost:8200"))]
+    prefill, decode = engine(role="prefill"), engine(role="decode", peers=("localhost:8100",))
+    keys = [cluster_key(one, None, None, tmp_path) for one in (prefill, decode, engine(router="localhost:8200"))]
     assert keys == [keys[0]] * 3
     assert (tmp_path / "cluster.key").stat().st_mode & 0o777 == 0o600
 
@@ -96,18 +96,20 @@ def test_beyond_this_machine_a_key_must_be_given(tmp_path: Path, beyond: EngineS
 def test_a_key_is_the_same_as_text_and_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text("a key that is long enough\n")
-    giver = engine(role="prefill")
-    assert cluster_key(giver, None, str(file), tmp_path) == cluster_key(giver, "a key that is long enough", None, tmp_path)
+    prefill = engine(role="prefill")
+    assert cluster_key(prefill, None, str(file), tmp_path) == cluster_key(
+        prefill, "a key that is long enough", None, tmp_path
+    )
 
 
 def test_a_short_key_two_keys_and_a_file_that_is_not_there_are_refused(tmp_path: Path) -> None:
-    giver = engine(role="prefill")
+    prefill = engine(role="prefill")
     with pytest.raises(BadPairing, match="at least 16"):
-        cluster_key(giver, "short", None, tmp_path)
+        cluster_key(prefill, "short", None, tmp_path)
     with pytest.raises(BadPairing, match="both"):
-        cluster_key(giver, "a key that is long enough", str(tmp_path / "key"), tmp_path)
+        cluster_key(prefill, "a key that is long enough", str(tmp_path / "key"), tmp_path)
     with pytest.raises(BadPairing, match="cannot be read"):
-        cluster_key(giver, None, str(tmp_path / "key"), tmp_path)
+        cluster_key(prefill, None, str(tmp_path / "key"), tmp_path)
 
 
 @pytest.mark.parametrize(("mode", "warned"), [(0o600, False), (0o640, True), (0o604, True)])

@@ -1,4 +1,4 @@
-"""Sessions between instances over real sockets: who is heard, who is refused and counted, and that nobody else notices."""
+"""Sessions between instances over real sockets: refused connections are counted, and other sessions do not notice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from baton.core.handover.messages import Adopted, Ask, Heard, PeerId, PeerLost, 
 from baton.kv.transfer_contract import KvLayout
 from baton.node import peer_session as sessions_module
 from baton.node import peers as peers_module
-from baton.node import sealed_connection as line_module
+from baton.node import sealed_connection as connection_module
 from baton.node.inbox import EngineInbox, Item
 from baton.node.peer_session import LocalInstance, SessionFault
 from baton.node.peers import PeerConnections, listen
@@ -46,7 +46,7 @@ class NoWays:
 
 
 class Instance:
-    """An instance as far as its peers are concerned."""
+    """An instance as its peers see it."""
 
     def __init__(self, plays: Role, name: str, calls: tuple[str, ...] = (), **changed: Any) -> None:
         self.inbox = EngineInbox()
@@ -89,98 +89,98 @@ def make() -> Iterator[Make]:
 
 
 def in_session(make: Make) -> tuple[Instance, Instance]:
-    giver = make(PREFILL, "p")
-    taker = make(DECODE, "d", (giver.address,))
-    assert taker.next() == PeerOpened(PeerId(giver.address))
-    assert giver.next() == PeerOpened(PeerId("d"))
-    return giver, taker
+    prefill = make(PREFILL, "p")
+    decode = make(DECODE, "d", (prefill.address,))
+    assert decode.next() == PeerOpened(PeerId(prefill.address))
+    assert prefill.next() == PeerOpened(PeerId("d"))
+    return prefill, decode
 
 
-def still_serves(make: Make, giver: Instance) -> None:
-    """Whatever happened before, a good peer that calls now gets its session and is heard."""
-    taker = make(DECODE, "good", (giver.address,))
-    assert taker.next() == PeerOpened(PeerId(giver.address))
-    taker.peers.tell(PeerId(giver.address), Adopted(7, 1))
-    giver.wait(lambda: Heard(PeerId("good"), Adopted(7, 1)) in giver._items)
+def still_serves(make: Make, prefill: Instance) -> None:
+    """A valid peer that connects now gets its session, whatever happened before."""
+    decode = make(DECODE, "good", (prefill.address,))
+    assert decode.next() == PeerOpened(PeerId(prefill.address))
+    decode.peers.send(PeerId(prefill.address), Adopted(7, 1))
+    prefill.wait(lambda: Heard(PeerId("good"), Adopted(7, 1)) in prefill._items)
 
 
 def test_each_hears_what_the_other_says_in_order(make: Make) -> None:
-    giver, taker = in_session(make)
+    prefill, decode = in_session(make)
     for number in range(300):
-        taker.peers.tell(PeerId(giver.address), Adopted(number, 1))
-        giver.peers.tell(PeerId("d"), Renew(number, 1))
-    assert [giver.next() for _ in range(300)] == [Heard(PeerId("d"), Adopted(n, 1)) for n in range(300)]
-    assert [taker.next() for _ in range(300)] == [Heard(PeerId(giver.address), Renew(n, 1)) for n in range(300)]
+        decode.peers.send(PeerId(prefill.address), Adopted(number, 1))
+        prefill.peers.send(PeerId("d"), Renew(number, 1))
+    assert [prefill.next() for _ in range(300)] == [Heard(PeerId("d"), Adopted(n, 1)) for n in range(300)]
+    assert [decode.next() for _ in range(300)] == [Heard(PeerId(prefill.address), Renew(n, 1)) for n in range(300)]
 
 
 def test_an_instance_may_have_several_peers(make: Make) -> None:
     givers = [make(PREFILL, f"p{n}") for n in range(2)]
-    takers = [make(DECODE, f"d{n}", tuple(giver.address for giver in givers)) for n in range(3)]
-    for giver in givers:
-        assert {giver.next() for _ in range(3)} == {PeerOpened(PeerId(f"d{n}")) for n in range(3)}
-    for taker in takers:
-        assert {taker.next() for _ in range(2)} == {PeerOpened(PeerId(giver.address)) for giver in givers}
+    takers = [make(DECODE, f"d{n}", tuple(prefill.address for prefill in givers)) for n in range(3)]
+    for prefill in givers:
+        assert {prefill.next() for _ in range(3)} == {PeerOpened(PeerId(f"d{n}")) for n in range(3)}
+    for decode in takers:
+        assert {decode.next() for _ in range(2)} == {PeerOpened(PeerId(prefill.address)) for prefill in givers}
 
 
 def test_a_peer_that_went_away_is_lost_at_once_and_called_again(make: Make) -> None:
-    giver, taker = in_session(make)
-    port = int(giver.address.rpartition(":")[2])
-    giver.peers.close()
-    lost = taker.next()
+    prefill, decode = in_session(make)
+    port = int(prefill.address.rpartition(":")[2])
+    prefill.peers.close()
+    lost = decode.next()
     assert isinstance(lost, PeerLost)
-    assert lost.peer == giver.address
+    assert lost.peer == prefill.address
     back = EngineInbox()
     peers = PeerConnections(
-        replace(giver.me, incarnation=giver.me.incarnation + 1), NoWays(), back, listen("127.0.0.1", port), ()
+        replace(prefill.me, incarnation=prefill.me.incarnation + 1), NoWays(), back, listen("127.0.0.1", port), ()
     )
-    assert taker.next() == PeerOpened(PeerId(giver.address))
+    assert decode.next() == PeerOpened(PeerId(prefill.address))
     peers.close()
     back.close()
 
 
 def test_whom_to_call_can_change_at_any_time(make: Make) -> None:
     givers = [make(PREFILL, f"p{n}") for n in range(3)]
-    names = [PeerId(giver.address) for giver in givers]
-    taker = make(DECODE, "d")
-    taker.peers.call((names[0], names[1]))
-    assert {taker.next(), taker.next()} == {PeerOpened(names[0]), PeerOpened(names[1])}
-    taker.peers.call((names[1], names[2], names[2], "nonsense", "host:", ":7", "host:70000", "host:-1"))
-    after = {taker.next(), taker.next()}
+    names = [PeerId(prefill.address) for prefill in givers]
+    decode = make(DECODE, "d")
+    decode.peers.connect_to((names[0], names[1]))
+    assert {decode.next(), decode.next()} == {PeerOpened(names[0]), PeerOpened(names[1])}
+    decode.peers.connect_to((names[1], names[2], names[2], "nonsense", "host:", ":7", "host:70000", "host:-1"))
+    after = {decode.next(), decode.next()}
     assert after == {PeerLost(names[0], "it is not one of our peers any more"), PeerOpened(names[2])}
     assert [type(givers[0].next()) for _ in range(2)] == [PeerOpened, PeerLost]
-    taker.peers.tell(names[1], Adopted(1, 1))
+    decode.peers.send(names[1], Adopted(1, 1))
     assert [givers[1].next() for _ in range(2)] == [PeerOpened(PeerId("d")), Heard(PeerId("d"), Adopted(1, 1))]
-    taker.peers.call(tuple(names))
-    assert taker.next() == PeerOpened(names[0])
-    taker.peers.call(())
-    assert {type(taker.next()) for _ in range(3)} == {PeerLost}
+    decode.peers.connect_to(tuple(names))
+    assert decode.next() == PeerOpened(names[0])
+    decode.peers.connect_to(())
+    assert {type(decode.next()) for _ in range(3)} == {PeerLost}
 
 
 def test_one_that_could_not_be_reached_is_called_no_more_once_it_is_not_a_peer(make: Make) -> None:
-    """Its address may be another's by then."""
+    """The address may belong to another process by then."""
     with listen("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
-    giver = make(PREFILL, "p")
-    taker = make(DECODE, "d", (f"127.0.0.1:{port}",))
-    taker.peers.call((giver.address,))
-    assert taker.next() == PeerOpened(PeerId(giver.address))
-    assert list(taker.peers._calls) == [giver.address]
+    prefill = make(PREFILL, "p")
+    decode = make(DECODE, "d", (f"127.0.0.1:{port}",))
+    decode.peers.connect_to((prefill.address,))
+    assert decode.next() == PeerOpened(PeerId(prefill.address))
+    assert list(decode.peers._dials) == [prefill.address]
 
 
 def test_who_opens_a_second_session_ends_its_first(make: Make) -> None:
-    giver, _ = in_session(make)
-    make(DECODE, "d", (giver.address,))
-    first, second = giver.next(), giver.next()
+    prefill, _ = in_session(make)
+    make(DECODE, "d", (prefill.address,))
+    first, second = prefill.next(), prefill.next()
     assert isinstance(first, PeerLost)
     assert (first.peer, second) == ("d", PeerOpened(PeerId("d")))
 
 
 def test_another_key_is_refused_and_counted(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    giver = make(PREFILL, "p")
-    make(DECODE, "stranger", (giver.address,), cluster_key=OTHER_KEY)
-    giver.wait(lambda: giver.peers.refused[SealFault.WRONG_KEY] > 1)
-    assert not giver._items
-    still_serves(make, giver)
+    prefill = make(PREFILL, "p")
+    make(DECODE, "stranger", (prefill.address,), cluster_key=OTHER_KEY)
+    prefill.wait(lambda: prefill.peers.refused[SealFault.WRONG_KEY] > 1)
+    assert not prefill._items
+    still_serves(make, prefill)
     assert sum("cluster key" in record.message for record in caplog.records) == 1  # told once, though it calls on
 
 
@@ -198,27 +198,27 @@ def test_another_key_is_refused_and_counted(make: Make, caplog: pytest.LogCaptur
 def test_what_does_not_fit_is_refused_with_both_values(
     make: Make, caplog: pytest.LogCaptureFixture, changed: dict[str, Any], named: tuple[str, ...]
 ) -> None:
-    giver = make(PREFILL, "p")
+    prefill = make(PREFILL, "p")
     with caplog.at_level(logging.ERROR, logger="baton.peers"):
-        taker = make(DECODE, "other", (giver.address,), **changed)
-        giver.wait(lambda: giver.peers.refused[SessionFault.UNFIT] > 1)
-        taker.wait(lambda: taker.peers.refused[SessionFault.UNFIT] > 1)
-    assert not giver._items
-    assert not taker._items
+        decode = make(DECODE, "other", (prefill.address,), **changed)
+        prefill.wait(lambda: prefill.peers.refused[SessionFault.UNFIT] > 1)
+        decode.wait(lambda: decode.peers.refused[SessionFault.UNFIT] > 1)
+    assert not prefill._items
+    assert not decode._items
     told = [record.message for record in caplog.records if record.levelno == logging.ERROR]
     assert all(value in line for line in told for value in named), told
     assert len(told) == 2  # each side once, though the caller goes on calling
-    still_serves(make, giver)
+    still_serves(make, prefill)
 
 
 # ── those who mean no good ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Caller:
-    """A peer by hand, up to whatever point a test wants."""
+    """A peer played by the test, up to any point of the handshake."""
 
-    def __init__(self, giver: Instance, key: bytes = KEY, name: str = "caller") -> None:
-        host, _, port = giver.address.rpartition(":")
+    def __init__(self, prefill: Instance, key: bytes = KEY, name: str = "caller") -> None:
+        host, _, port = prefill.address.rpartition(":")
         self.socket = socket.create_connection((host, int(port)))
         self.socket.settimeout(DEADLINE_S)
         self.seal = Seal.connect(key, name, os.urandom(NONCE_BYTES))
@@ -284,117 +284,117 @@ NOISE = {
 @pytest.mark.parametrize("noise", NOISE.values(), ids=NOISE)
 def test_noise_is_refused_and_counted(make: Make, call: Call, monkeypatch: pytest.MonkeyPatch, noise: bytes) -> None:
     monkeypatch.setattr(sessions_module, "REGISTER_S", 0.2)
-    giver = make(PREFILL, "p")
-    caller = call(giver)
+    prefill = make(PREFILL, "p")
+    caller = call(prefill)
     caller.write(noise)
     assert caller.is_hung_up()
-    giver.wait(lambda: sum(giver.peers.refused.values()) == 1)
-    still_serves(make, giver)
+    prefill.wait(lambda: sum(prefill.peers.refused.values()) == 1)
+    still_serves(make, prefill)
 
 
 def test_a_recorded_session_cannot_be_played_again(make: Make, call: Call) -> None:
-    giver = make(PREFILL, "p")
-    caller = call(giver).register()
+    prefill = make(PREFILL, "p")
+    caller = call(prefill).register()
     caller.say(encode_peer(Adopted(1, 1)))
-    assert giver.next() == PeerOpened(PeerId("caller"))
-    assert giver.next() == Heard(PeerId("caller"), Adopted(1, 1))
-    again = call(giver)
+    assert prefill.next() == PeerOpened(PeerId("caller"))
+    assert prefill.next() == Heard(PeerId("caller"), Adopted(1, 1))
+    again = call(prefill)
     again.write(caller.sent)
     assert again.is_hung_up()
-    assert giver.peers.refused[SealFault.WRONG_KEY] == 1
-    assert not giver.inbox.take()
+    assert prefill.peers.refused[SealFault.WRONG_KEY] == 1
+    assert not prefill.inbox.take()
 
 
 def test_a_frame_that_comes_twice_ends_the_session(make: Make, call: Call) -> None:
-    giver = make(PREFILL, "p")
-    caller = call(giver).register()
-    assert giver.next() == PeerOpened(PeerId("caller"))
+    prefill = make(PREFILL, "p")
+    caller = call(prefill).register()
+    assert prefill.next() == PeerOpened(PeerId("caller"))
     before = len(caller.sent)
     caller.say(encode_peer(Adopted(1, 1)))
     caller.write(caller.sent[before:])
     assert caller.is_hung_up()
-    assert giver.peers.refused[SealFault.OUT_OF_SEQUENCE] == 1
-    heard = list(iter(lambda: isinstance(giver.next(), PeerLost), True))
+    assert prefill.peers.refused[SealFault.OUT_OF_SEQUENCE] == 1
+    heard = list(iter(lambda: isinstance(prefill.next(), PeerLost), True))
     assert len(heard) <= 1  # none where both came in one piece
-    still_serves(make, giver)
+    still_serves(make, prefill)
 
 
 def test_a_flipped_bit_ends_the_session(make: Make, call: Call) -> None:
-    giver = make(PREFILL, "p")
-    caller = call(giver).register()
-    assert giver.next() == PeerOpened(PeerId("caller"))
+    prefill = make(PREFILL, "p")
+    caller = call(prefill).register()
+    assert prefill.next() == PeerOpened(PeerId("caller"))
     for packet in caller.link.send(encode_peer(Adopted(1, 1)), 0):
         sealed = bytearray(caller.seal.seal(packet))
         sealed[-20] ^= 1
         caller.write(bytes(sealed))
     assert caller.is_hung_up()
-    assert giver.peers.refused[SealFault.FORGED] == 1
-    assert isinstance(giver.next(), PeerLost)
+    assert prefill.peers.refused[SealFault.FORGED] == 1
+    assert isinstance(prefill.next(), PeerLost)
 
 
 @pytest.mark.parametrize("frame", [b"", b"\xc1", bytes(1000), encode_peer(Renew(1, 1))], ids=["", "bad", "0", "wrong way"])
 def test_a_message_that_is_none_ends_the_session(make: Make, call: Call, frame: bytes) -> None:
-    giver = make(PREFILL, "p")
-    caller = call(giver).register()
-    assert giver.next() == PeerOpened(PeerId("caller"))
+    prefill = make(PREFILL, "p")
+    caller = call(prefill).register()
+    assert prefill.next() == PeerOpened(PeerId("caller"))
     caller.say(frame)
     assert caller.is_hung_up()
-    assert giver.peers.refused[ConnectionFault.MALFORMED] == 1
-    assert isinstance(giver.next(), PeerLost)
-    still_serves(make, giver)
+    assert prefill.peers.refused[ConnectionFault.MALFORMED] == 1
+    assert isinstance(prefill.next(), PeerLost)
+    still_serves(make, prefill)
 
 
 def test_a_token_outside_of_the_vocabulary_does_not_reach_the_engine(make: Make, call: Call) -> None:
-    giver = make(PREFILL, "p")
-    caller = call(giver).register()
-    assert giver.next() == PeerOpened(PeerId("caller"))
+    prefill = make(PREFILL, "p")
+    caller = call(prefill).register()
+    assert prefill.next() == PeerOpened(PeerId("caller"))
     caller.say(encode_peer(Ask(1, 1, submission([1, 100]))))
     assert caller.is_hung_up()
-    assert giver.peers.refused[ConnectionFault.MALFORMED] == 1
-    assert isinstance(giver.next(), PeerLost)
+    assert prefill.peers.refused[ConnectionFault.MALFORMED] == 1
+    assert isinstance(prefill.next(), PeerLost)
 
 
 def test_nothing_is_heard_of_who_has_not_registered(make: Make, call: Call) -> None:
-    giver = make(PREFILL, "p")
-    caller = call(giver).prove()
+    prefill = make(PREFILL, "p")
+    caller = call(prefill).prove()
     caller.post(caller.link.open(0))
     caller.say(encode_peer(Adopted(1, 1)))
     assert caller.is_hung_up()
-    assert giver.peers.refused[ConnectionFault.MALFORMED] == 1
-    assert not giver.inbox.take()
+    assert prefill.peers.refused[ConnectionFault.MALFORMED] == 1
+    assert not prefill.inbox.take()
 
 
 def test_a_peer_that_does_not_read_is_hung_up(make: Make, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line_module, "UNREAD_BYTES_MAX", 1 << 16)
-    giver = make(PREFILL, "p")
-    call(giver).register()
-    assert giver.next() == PeerOpened(PeerId("caller"))
+    monkeypatch.setattr(connection_module, "UNREAD_BYTES_MAX", 1 << 16)
+    prefill = make(PREFILL, "p")
+    call(prefill).register()
+    assert prefill.next() == PeerOpened(PeerId("caller"))
     for number in range(5000):
-        giver.peers.tell(PeerId("caller"), Renew(number, 1))
-    assert isinstance(giver.next(), PeerLost)
-    assert giver.peers.refused[ConnectionFault.NOT_READING] == 1
-    still_serves(make, giver)
+        prefill.peers.send(PeerId("caller"), Renew(number, 1))
+    assert isinstance(prefill.next(), PeerLost)
+    assert prefill.peers.refused[ConnectionFault.NOT_READING] == 1
+    still_serves(make, prefill)
 
 
 def test_who_says_more_than_the_engine_takes_is_hung_up(make: Make, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers_module, "INBOX_MAX", 50)
-    giver = make(PREFILL, "p")
-    caller = call(giver).register()
-    assert giver.next() == PeerOpened(PeerId("caller"))
+    prefill = make(PREFILL, "p")
+    caller = call(prefill).register()
+    assert prefill.next() == PeerOpened(PeerId("caller"))
     for number in range(64):
         caller.say(encode_peer(Adopted(number, 1)))
     assert caller.is_hung_up()
-    assert giver.peers.refused[SessionFault.FLOODING] == 1
-    assert len(giver.inbox) == 51  # what it said, and that it is gone
-    giver.inbox.take()
-    still_serves(make, giver)
+    assert prefill.peers.refused[SessionFault.FLOODING] == 1
+    assert len(prefill.inbox) == 51  # what it said, and that it is gone
+    prefill.inbox.take()
+    still_serves(make, prefill)
 
 
 def test_strangers_are_bounded_and_keep_nobody_out(make: Make, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers_module, "STRANGERS_MAX", 3)
-    giver = make(PREFILL, "p")
-    waiting = [call(giver) for _ in range(4)]
+    monkeypatch.setattr(peers_module, "UNREGISTERED_MAX", 3)
+    prefill = make(PREFILL, "p")
+    waiting = [call(prefill) for _ in range(4)]
     assert waiting[0].is_hung_up()
-    assert giver.peers.refused[ConnectionFault.TOO_MANY] == 1
-    still_serves(make, giver)
-    assert giver.peers.refused[ConnectionFault.TOO_MANY] == 2
+    assert prefill.peers.refused[ConnectionFault.TOO_MANY] == 1
+    still_serves(make, prefill)
+    assert prefill.peers.refused[ConnectionFault.TOO_MANY] == 2

@@ -1,4 +1,5 @@
-"""An instance under a router, over real sockets: joins, beats, serves legs, keeps what a lost router asked for, and goes."""
+"""An instance under a router, over real sockets: joins, sends heartbeats, serves attempts, keeps those of a lost router,
+leaves."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from baton.core.engine.orders import Accepted, Cancel, Drain, ReportChanges, Sub
 from baton.core.engine.prefix import KEY_BYTES
 from baton.core.engine.request import FinishReason, frozen_tokens
 from baton.core.routing.events import Join
-from baton.node import router_membership as joining_module
-from baton.node.engine import monotonic_us
+from baton.node import router_membership as membership_module
+from baton.node.clock import monotonic_us
 from baton.node.router_membership import InstanceFenced, RouterAddress, RouterMembership
 from baton.node.sealed_connection import UNREAD_BYTES_MAX
 from baton.node.service import default_name
@@ -59,7 +60,7 @@ class QuietEngine:
     def __init__(self) -> None:
         self.orders: list[ToEngine] = []
         self.heard_us: int | None = None
-        """When it last spoke; None: it does all the time."""
+        """When it last sent a message; None: it does all the time."""
         self.news = asyncio.Event()
 
     @property
@@ -89,7 +90,7 @@ class Member:
     async def go(self) -> None:
         self.running.cancel()
         await asyncio.wait((self.running,))
-        await self.membership.part("the test is over")
+        await self.membership.close("the test is over")
 
 
 @contextlib.asynccontextmanager
@@ -118,7 +119,7 @@ async def test_it_joins_and_beats(router: RouterSide) -> None:
         assert await router.next(Join) == JOIN
         await router.next(AllHeldSaid)
         await one.engine.until(ReportChanges())
-        one.membership.feel(Pulse(NO_GAUGES, True, True, bytes(KEY_BYTES), b"", ()))
+        one.membership.record_pulse(Pulse(NO_GAUGES, True, True, bytes(KEY_BYTES), b"", ()))
         beat = await router.beat_where(lambda beat: beat.fresh)
         assert (beat.computing, beat.named) == (True, bytes(KEY_BYTES))
         for _ in range(3):  # though the engine says nothing more
@@ -164,7 +165,7 @@ async def test_the_engines_silence_is_told_and_what_came_before_the_welcome_is_n
 async def test_the_engines_silence_goes_on_from_session_to_session(
     router: RouterSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(joining_module, "ENGINE_SILENT_US", 60_000_000)  # so that it calls again all the same
+    monkeypatch.setattr(membership_module, "ENGINE_SILENT_US", 60_000_000)  # so that it calls again all the same
     async with member(router.port) as one:
         one.engine.heard_us = monotonic_us() - 60_000_000
         before = await router.beat_where(lambda beat: beat.engine_silent_us > 300_000)
@@ -181,7 +182,7 @@ async def test_an_engine_that_is_silent_is_not_offered_to_a_router_until_it_spea
 ) -> None:
     async with member(router.port) as one:
         one.engine.heard_us = monotonic_us()
-        await router.beat_where(lambda beat: beat.engine_silent_us > joining_module.ENGINE_SILENT_US)
+        await router.beat_where(lambda beat: beat.engine_silent_us > membership_module.ENGINE_SILENT_US)
         router.hang_up()
         await logged(caplog, "the engine is silent")
         assert len(router.of(Join)) == 1
@@ -192,7 +193,7 @@ async def test_an_engine_that_is_silent_is_not_offered_to_a_router_until_it_spea
 async def test_a_router_that_does_not_answer_a_join_is_left_and_called_again(
     router: RouterSide, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(joining_module, "WELCOME_US", 50_000)
+    monkeypatch.setattr(membership_module, "WELCOME_US", 50_000)
     router.answers = [None]
     async with member(router.port):
         await router.next(HeartbeatMessage)
@@ -213,7 +214,7 @@ async def test_while_this_process_was_held_up_the_engine_was_not_silent(
         one.engine.heard_us = monotonic_us()
         await router.next(HeartbeatMessage)
         one.engine.heard_us = monotonic_us()
-        monkeypatch.setattr(joining_module, "monotonic_us", lambda: monotonic_us() + 500_000)
+        monkeypatch.setattr(membership_module, "monotonic_us", lambda: monotonic_us() + 500_000)
         beat = await router.beat_where(lambda _: True)
         assert beat.engine_silent_us < 400_000
         assert one.membership.beat_late_us_max >= 400_000
@@ -260,9 +261,9 @@ async def test_who_is_fenced_does_not_come_again(router: RouterSide) -> None:
 async def test_who_is_turned_away_says_so_once_and_comes_again(
     router: RouterSide, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(joining_module, "TURNED_AWAY_S", 3600.0)
-    monkeypatch.setattr(joining_module, "SOON_S", 0.01)
-    soon = joining_module.SOON_CALLS
+    monkeypatch.setattr(membership_module, "REJECTED_RETRY_S", 3600.0)
+    monkeypatch.setattr(membership_module, "EARLY_RETRY_S", 0.01)
+    soon = membership_module.EARLY_RETRIES
     router.answers = [TurnedAway("another model", fenced=False)] * soon
     async with member(router.port):
         await router.next(HeartbeatMessage)

@@ -1,4 +1,4 @@
-"""Sealed lines over real sockets: what is said is heard whole and in order; who is not to be believed is counted."""
+"""Sealed connections over real sockets: frames arrive whole and in order; connections that break the rules are counted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from baton.node import sealed_connection as line_module
+from baton.node import sealed_connection as connection_module
 from baton.node.sealed_connection import (
     ConnectionEnd,
     ConnectionEvents,
@@ -19,7 +19,7 @@ from baton.node.sealed_connection import (
     ConnectionStage,
     Listener,
     SealedConnection,
-    call,
+    connect,
 )
 from baton.wire.engine_messages import WireError
 from baton.wire.seal import NONCE_BYTES, Seal, SealFault
@@ -29,7 +29,7 @@ DEADLINE_S = 20.0
 
 
 class Room:
-    """One side: keeps what it is told."""
+    """One side: records its events."""
 
     def __init__(self) -> None:
         self.lines: list[SealedConnection] = []
@@ -37,14 +37,14 @@ class Room:
         self.ends: list[ConnectionEnd] = []
         self._news = asyncio.Event()
 
-    def arrived(self, line: SealedConnection) -> None:
+    def connected(self, line: SealedConnection) -> None:
         pass
 
     def opened(self, line: SealedConnection) -> None:
         self.lines.append(line)
         self._news.set()
 
-    def heard(self, line: SealedConnection, frame: bytes) -> None:
+    def received(self, line: SealedConnection, frame: bytes) -> None:
         if frame == b"nonsense":
             raise WireError("that is no message")
         self.frames.append(frame)
@@ -61,56 +61,56 @@ class Room:
                 await self._news.wait()
 
 
-class Inn:
-    """A door with a room behind it, on a free port."""
+class ListenerServer:
+    """A Listener on a free port."""
 
     def __init__(self, handshake_s: float) -> None:
         self.room = Room()
-        self.door = Listener(KEY, "inn", self.room, handshake_s)
+        self.listening = Listener(KEY, "inn", self.room, handshake_s)
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self.listener.getsockname()[1]
 
     async def refuses(self, fault: str) -> None:
         async with asyncio.timeout(DEADLINE_S):
-            while not self.door.refused[fault]:  # noqa: ASYNC110  the door tells nobody of strangers
+            while not self.listening.refused[fault]:  # noqa: ASYNC110  the door tells nobody of strangers
                 await asyncio.sleep(0)
 
     async def still_serves(self) -> None:
-        """Whatever happened before, a good caller that comes now is heard."""
+        """A valid connection works now, whatever happened before."""
         guest, calling = await dial(self)
         guest.lines[0].send([b"good"])
         await self.room.until(lambda: b"good" in self.room.frames)
-        guest.lines[0].end(None, "done")
+        guest.lines[0].abort(None, "done")
         await calling
 
 
 @contextlib.asynccontextmanager
-async def inn(handshake_s: float = 5.0) -> AsyncIterator[Inn]:
-    made = Inn(handshake_s)
-    await made.door.open(made.listener)
+async def listening_server(handshake_s: float = 5.0) -> AsyncIterator[ListenerServer]:
+    made = ListenerServer(handshake_s)
+    await made.listening.open(made.listener)
     try:
         yield made
     finally:
-        made.door.close("the test is over")
+        made.listening.close("the test is over")
 
 
-async def dial(to: Inn, key: bytes = KEY, name: str = "guest") -> tuple[Room, asyncio.Task[ConnectionEnd]]:
+async def dial(to: ListenerServer, key: bytes = KEY, name: str = "guest") -> tuple[Room, asyncio.Task[ConnectionEnd]]:
     room = Room()
-    line = SealedConnection(key, name, room, calls="the inn")
-    calling = asyncio.create_task(call(line, "127.0.0.1", to.port, DEADLINE_S))
+    line = SealedConnection(key, name, room, connects_to="the inn")
+    calling = asyncio.create_task(connect(line, "127.0.0.1", to.port, DEADLINE_S))
     await room.until(lambda: bool(room.lines or room.ends))
     return room, calling
 
 
 class Cheat:
-    """A caller that holds the key and does as it likes with the bytes."""
+    """A connecting side that holds the key and alters the bytes."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, name: str) -> None:
         self.reader, self.writer = reader, writer
         self.seal = Seal.connect(key, name, bytes(NONCE_BYTES), frame_bytes_max=1 << 30)
 
     @classmethod
-    async def come(cls, to: Inn, key: bytes = KEY, name: str = "cheat") -> Cheat:
+    async def come(cls, to: ListenerServer, key: bytes = KEY, name: str = "cheat") -> Cheat:
         cheat = cls(*await asyncio.open_connection("127.0.0.1", to.port), key, name)
         cheat.writer.write(cheat.seal.outgoing())
         return cheat
@@ -138,7 +138,7 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 
 def test_each_hears_what_the_other_sends_whole_and_in_order() -> None:
     async def test() -> None:
-        async with inn() as host:
+        async with listening_server() as host:
             guest, calling = await dial(host)
             await host.room.until(lambda: bool(host.room.lines))
             assert (guest.lines[0].peer, host.room.lines[0].peer) == ("inn", "guest")
@@ -149,38 +149,38 @@ def test_each_hears_what_the_other_sends_whole_and_in_order() -> None:
             await host.room.until(lambda: len(host.room.frames) == len(sent))
             await guest.until(lambda: len(guest.frames) == len(sent))
             assert host.room.frames == guest.frames == sent
-            guest.lines[0].end(None, "it goes")
+            guest.lines[0].abort(None, "it goes")
             assert (await calling).reason == "it goes"
             await host.room.until(lambda: bool(host.room.ends))
             assert host.room.ends[0].was is ConnectionStage.OPEN
-            assert (host.room.ends[0].fault, host.door.refused.total()) == (None, 0)
+            assert (host.room.ends[0].fault, host.listening.refused.total()) == (None, 0)
 
     run(test())
 
 
 def test_a_frame_never_waits_for_the_one_before() -> None:
     async def test() -> None:
-        async with inn() as host:
+        async with listening_server() as host:
             guest, _ = await dial(host)
             await host.room.until(lambda: bool(host.room.lines))
             for line in (guest.lines[0], host.room.lines[0]):
                 connection = line._transport.get_extra_info("socket")  # type: ignore[union-attr]
                 assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-            guest.lines[0].end(None, "done")
+            guest.lines[0].abort(None, "done")
 
     run(test())
 
 
 def test_last_words_are_heard_though_the_other_side_went_on_talking() -> None:
     async def test() -> None:
-        async with inn() as host:
+        async with listening_server() as host:
             guest, calling = await dial(host)
             await host.room.until(lambda: bool(host.room.lines))
             # More than the kernels hold: the parting waits for it to be read, and what comes meanwhile is ignored.
             words = [bytes(1 << 20)] * 16
             guest.lines[0].send(words)
             host.room.lines[0].send([*words, b"farewell"])
-            host.room.lines[0].part("turned away")
+            host.room.lines[0].close("turned away")
             assert host.room.ends == [ConnectionEnd(ConnectionStage.OPEN, None, "turned away")]
             await calling
             assert guest.frames == [*words, b"farewell"]
@@ -191,15 +191,15 @@ def test_last_words_are_heard_though_the_other_side_went_on_talking() -> None:
 
 def test_another_key_is_refused_on_both_sides_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
-        async with inn() as host:
+        async with listening_server() as host:
             for _ in range(3):
                 guest, calling = await dial(host, OTHER_KEY)
                 end = await calling
-                assert end.was is ConnectionStage.STRANGER
+                assert end.was is ConnectionStage.UNPROVED
                 assert "cluster key" in end.reason
                 assert not guest.lines
             await host.refuses(SealFault.WRONG_KEY)
-            assert host.door.refused == {SealFault.WRONG_KEY: 3}
+            assert host.listening.refused == {SealFault.WRONG_KEY: 3}
             assert not host.room.lines
             await host.still_serves()
 
@@ -218,10 +218,10 @@ def test_whoever_answers_without_the_key_is_left() -> None:
 
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         room = Room()
-        line = SealedConnection(KEY, "guest", room, calls="an impostor")
-        end = await call(line, "127.0.0.1", server.sockets[0].getsockname()[1], DEADLINE_S)
+        line = SealedConnection(KEY, "guest", room, connects_to="an impostor")
+        end = await connect(line, "127.0.0.1", server.sockets[0].getsockname()[1], DEADLINE_S)
         server.close()
-        assert (end.was, end.fault, room.lines) == (ConnectionStage.STRANGER, SealFault.WRONG_KEY, [])
+        assert (end.was, end.fault, room.lines) == (ConnectionStage.UNPROVED, SealFault.WRONG_KEY, [])
 
     run(test())
 
@@ -248,7 +248,7 @@ def a_missing_frame(seal: Seal) -> bytes:
 
 
 def an_oversized_frame(seal: Seal) -> bytes:
-    return seal.seal(bytes(line_module.FRAME_BYTES_MAX + 1))[:28]  # its head is enough: nobody waits for the rest
+    return seal.seal(bytes(connection_module.FRAME_BYTES_MAX + 1))[:28]  # its head is enough: nobody waits for the rest
 
 
 def no_message(seal: Seal) -> bytes:
@@ -270,14 +270,14 @@ def test_what_is_no_true_frame_in_its_place_ends_the_line_and_is_counted(
     attack: Callable[[Seal], bytes], fault: str
 ) -> None:
     async def test() -> None:
-        async with inn() as host:
+        async with listening_server() as host:
             cheat = await (await Cheat.come(host)).shake_hands()
             await host.room.until(lambda: bool(host.room.lines))
             cheat.write(attack(cheat.seal))
             await cheat.hung_up()
             await host.room.until(lambda: bool(host.room.ends))
             assert (host.room.ends[0].was, host.room.ends[0].fault) == (ConnectionStage.OPEN, fault)
-            assert host.door.refused == {fault: 1}
+            assert host.listening.refused == {fault: 1}
             assert host.room.frames in ([], [b"hello"])
             await host.still_serves()
 
@@ -286,7 +286,7 @@ def test_what_is_no_true_frame_in_its_place_ends_the_line_and_is_counted(
 
 def test_a_recorded_connection_says_nothing_in_another() -> None:
     async def test() -> None:
-        async with inn() as host:
+        async with listening_server() as host:
             cheat = await (await Cheat.come(host)).shake_hands()
             said = cheat.seal.seal(b"hello")
             cheat.write(said)
@@ -303,12 +303,12 @@ def test_a_recorded_connection_says_nothing_in_another() -> None:
 
 def test_a_stranger_that_speaks_something_else_is_refused() -> None:
     async def test() -> None:
-        async with inn() as host:
+        async with listening_server() as host:
             reader, writer = await asyncio.open_connection("127.0.0.1", host.port)
             writer.write(b"GET / HTTP/1.1\r\n\r\n")
             assert await reader.read() == b""
             writer.close()
-            assert host.door.refused == {SealFault.MALFORMED: 1}
+            assert host.listening.refused == {SealFault.MALFORMED: 1}
             await host.still_serves()
 
     run(test())
@@ -316,23 +316,23 @@ def test_a_stranger_that_speaks_something_else_is_refused() -> None:
 
 def test_who_does_not_prove_itself_in_time_is_hung_up() -> None:
     async def test() -> None:
-        async with inn(handshake_s=0.05) as host:
+        async with listening_server(handshake_s=0.05) as host:
             cheat = await Cheat.come(host)
             await cheat.hung_up()
-            assert host.door.refused == {ConnectionFault.TOO_LATE: 1}
+            assert host.listening.refused == {ConnectionFault.TOO_LATE: 1}
 
     run(test())
 
 
 def test_strangers_are_bounded_and_do_not_keep_out_who_holds_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line_module, "STRANGERS_MAX", 3)
+    monkeypatch.setattr(connection_module, "UNPROVED_MAX", 3)
 
     async def test() -> None:
-        async with inn() as host:
+        async with listening_server() as host:
             waiting = [await Cheat.come(host, name=f"idle {n}") for n in range(3)]
             await host.still_serves()
             await waiting[0].hung_up()
-            assert host.door.refused == {ConnectionFault.TOO_MANY: 1}
+            assert host.listening.refused == {ConnectionFault.TOO_MANY: 1}
             for cheat in waiting:
                 cheat.writer.close()
 
@@ -340,16 +340,16 @@ def test_strangers_are_bounded_and_do_not_keep_out_who_holds_the_key(monkeypatch
 
 
 def test_lines_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line_module, "LINES_MAX", 1)
+    monkeypatch.setattr(connection_module, "CONNECTIONS_MAX", 1)
 
     async def test() -> None:
-        async with inn() as host:
+        async with listening_server() as host:
             first, _ = await dial(host, name="first")
             _, calling = await dial(host, name="second")
             await calling
-            assert host.door.refused == {ConnectionFault.TOO_MANY: 1}
+            assert host.listening.refused == {ConnectionFault.TOO_MANY: 1}
             assert first.lines[0].stage is ConnectionStage.OPEN
-            first.lines[0].end(None, "it goes")
+            first.lines[0].abort(None, "it goes")
             await host.room.until(lambda: bool(host.room.ends))
             await host.still_serves()
 
@@ -357,16 +357,16 @@ def test_lines_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_does_not_read_is_hung_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line_module, "UNREAD_BYTES_MAX", 1 << 20)
+    monkeypatch.setattr(connection_module, "UNREAD_BYTES_MAX", 1 << 20)
 
     async def test() -> None:
-        async with inn() as host:
+        async with listening_server() as host:
             cheat = await (await Cheat.come(host)).shake_hands()
             await host.room.until(lambda: bool(host.room.lines))
             for _ in range(64):
                 host.room.lines[0].send([bytes(1 << 20)])
             assert host.room.ends[0].fault == ConnectionFault.NOT_READING
-            assert host.door.refused == {ConnectionFault.NOT_READING: 1}
+            assert host.listening.refused == {ConnectionFault.NOT_READING: 1}
             cheat.writer.close()
             await host.still_serves()
 
@@ -375,14 +375,14 @@ def test_who_does_not_read_is_hung_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_frame_that_is_too_big_is_not_sent_and_harms_nobody() -> None:
     async def test() -> None:
-        async with inn() as host:
+        async with listening_server() as host:
             guest, calling = await dial(host)
             with pytest.raises(WireError):
-                guest.lines[0].send([b"small", bytes(line_module.FRAME_BYTES_MAX + 1)])
+                guest.lines[0].send([b"small", bytes(connection_module.FRAME_BYTES_MAX + 1)])
             guest.lines[0].send([b"after"])
             await host.room.until(lambda: bool(host.room.frames))
             assert host.room.frames == [b"after"]
-            guest.lines[0].end(None, "done")
+            guest.lines[0].abort(None, "done")
             guest.lines[0].send([b"late"])  # nobody is there any more
             await calling
 
@@ -393,8 +393,8 @@ def test_nobody_there_is_an_end_too() -> None:
     async def test() -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
-        house: ConnectionEvents = Room()
-        end = await call(SealedConnection(KEY, "guest", house, calls="nobody"), "127.0.0.1", port, DEADLINE_S)
-        assert (end.was, end.fault) == (ConnectionStage.STRANGER, None)
+        events: ConnectionEvents = Room()
+        end = await connect(SealedConnection(KEY, "guest", events, connects_to="nobody"), "127.0.0.1", port, DEADLINE_S)
+        assert (end.was, end.fault) == (ConnectionStage.UNPROVED, None)
 
     run(test())

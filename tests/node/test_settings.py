@@ -1,4 +1,4 @@
-"""Settings on their way to an engine process, and from there into the configuration of its worker."""
+"""Settings on their way to an engine process, and into the configuration of its worker."""
 
 from __future__ import annotations
 

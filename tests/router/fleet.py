@@ -29,13 +29,14 @@ from baton.core.routing.config import RouterConfig
 from baton.core.routing.events import Join
 from baton.core.routing.router import Router
 from baton.executor.scripted import ScriptedExecutor
+from baton.node.clock import monotonic_us
 from baton.node.sealed_connection import ConnectionEnd, ConnectionStage
 from baton.router.app import create_router_app
 from baton.router.dashboard import Dashboard
 from baton.router.dashboard_state import RouterState
 from baton.router.fleet_engine import FleetEngine
 from baton.router.fleet_log import FleetEventLog
-from baton.router.instance_connections import InstanceConnections, monotonic_us
+from baton.router.instance_connections import InstanceConnections
 from baton.wire.engine_messages import PrefillPeerAddresses, RefusedMessage, StepOutput
 from baton.wire.instance_sessions import InstanceSessions, SessionEffects
 from baton.wire.router_messages import decode_from_router, encode_membership
@@ -53,7 +54,7 @@ BEAT_S = 0.5
 
 
 class MemoryLine:
-    """What `node.line.Line` is to the router, without a socket."""
+    """Stands for a SealedConnection, without a socket."""
 
     def __init__(self, member: MemoryMember) -> None:
         self.member = member
@@ -67,7 +68,7 @@ class MemoryLine:
         if not self.is_over:
             self.member.hear(frame)
 
-    def part(self, reason: str) -> None:
+    def close(self, reason: str) -> None:
         self.is_over = True
         self.member.lost(reason)
 
@@ -78,7 +79,7 @@ class MemoryMember:
         self.executor = ScriptedExecutor(shape_of(config), text.vocabulary)
         self.worker = Worker(config, PrefixIndex(SECRET, self.executor.fingerprint, config.blocks))
         self._driver = WorkerDriver(self.worker, monotonic_us, launch=self._launch, answer=self._answer)
-        self.relay = InstanceSessions(
+        self.instance_sessions = InstanceSessions(
             Join(
                 name, incarnation, config.role.name, self.executor.fingerprint[:64], f"http://{name}", "", config.slots,
                 config.blocks, config.block_size, config.context_tokens, text.vocabulary, 0, False,
@@ -97,14 +98,14 @@ class MemoryMember:
     def join(self, sessions: InstanceConnections) -> None:
         self.sessions, self.line = sessions, MemoryLine(self)
         sessions.opened(self.line)  # type: ignore[arg-type]
-        self._act(SessionEffects(says=self.relay.opened(monotonic_us())))
+        self._act(SessionEffects(messages=self.instance_sessions.opened(monotonic_us())))
 
     def hear(self, frame: bytes) -> None:
-        self._act(self.relay.heard(decode_from_router(frame), monotonic_us()))
+        self._act(self.instance_sessions.receive(decode_from_router(frame), monotonic_us()))
 
     def lost(self, reason: str) -> None:
         self.line = None
-        self.relay.lost(reason, monotonic_us())
+        self.instance_sessions.lost(reason, monotonic_us())
 
     def die(self) -> None:
         """As after kill -9: the router sees the connection end."""
@@ -119,9 +120,9 @@ class MemoryMember:
         for order in out.orders:
             if not isinstance(order, PrefillPeerAddresses):
                 self._driver.handle(order)
-        for message in out.says:
+        for message in out.messages:
             if self.line is not None and self.sessions is not None:
-                self.sessions.heard(self.line, encode_membership(message))  # type: ignore[arg-type]
+                self.sessions.received(self.line, encode_membership(message))  # type: ignore[arg-type]
 
     # ── the engine ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -132,8 +133,8 @@ class MemoryMember:
             now_s = asyncio.get_running_loop().time()
             if now_s - beaten_s > BEAT_S and self.line is not None:
                 beaten_s = now_s
-                beat = self.relay.beat(None, 0, monotonic_us())
-                self._act(SessionEffects(says=[] if beat is None else [beat]))
+                beat = self.instance_sessions.beat(None, 0, monotonic_us())
+                self._act(SessionEffects(messages=[] if beat is None else [beat]))
 
     def _compute(self) -> bool:
         if self._driver.is_due:
@@ -151,7 +152,7 @@ class MemoryMember:
         if isinstance(message, Accepted | RefusedMessage | StepOutput):
             if isinstance(message, StepOutput):
                 self.given += len(message.tokens) // 4
-            self._act(self.relay.take(message, monotonic_us()))
+            self._act(self.instance_sessions.take(message, monotonic_us()))
 
 
 class Fleet:

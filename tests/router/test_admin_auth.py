@@ -1,4 +1,4 @@
-"""The admin key: who sees and changes the fleet where there is one, and that all else is as before."""
+"""The admin key: access to the fleet's state where one is set, and that all other paths are as before."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def settings(*keys: str) -> ApiSettings:
 
 
 def status(fleet: Fleet, method: str, path: str, key: str | None) -> tuple[int, str | None]:
-    """And the code of the error, if it is one."""
+    """The status, and the code of the error if it is one."""
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     reply = fleet.served.call(method, path, headers=headers)
     return reply.status, reply.error["code"] if reply.status >= 400 else None

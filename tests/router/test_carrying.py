@@ -1,4 +1,4 @@
-"""Answers through a router: the same as from one instance, whatever becomes of the instances meanwhile."""
+"""Answers through a router are those of one instance, whatever happens to the instances meanwhile."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def ids_of(reply: Reply) -> list[str]:
 
 
 def comparable(answer: Any) -> Any:
-    """Without what is another for each request."""
+    """Without the fields that differ between requests."""
     return {key: value for key, value in answer.items() if key not in ("id", "created")}
 
 
@@ -142,7 +142,7 @@ def test_a_stop_string_that_spans_a_move_ends_the_answer_where_it_does(fleet: Fl
 
 @pytest.fixture
 def impatient(text: ModelText) -> Iterator[Fleet]:
-    """Carries nothing on."""
+    """A fleet that does not resume requests."""
     config = RouterConfig(beat_us=ROUTER.beat_us, suspect_us=ROUTER.suspect_us, loss_retry_count=0, absent_us=0)
     with running(text, ApiSettings(served_model_names=("tiny",)), config) as made:
         yield made

@@ -1,4 +1,4 @@
-"""The dashboard's routes: what is open, what the browser is told to refuse, and who may kill what."""
+"""The dashboard's routes: what is open, what the browser must refuse, and the checks of a kill."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Site:
 
     def __init__(self, facts: Join = FACTS, demo: bool = True, client: str = "127.0.0.1") -> None:
         state = RouterState(0)
-        state.asked(RequestNumber(1), "</script><img src=x onerror=alert(1)>", "/v1/completions", 3, 1, 0)
+        state.request_received(RequestNumber(1), "</script><img src=x onerror=alert(1)>", "/v1/completions", 3, 1, 0)
         state.sample([View(facts, SchedulerGauges())], 0, 1)
         app = FastAPI()
         app.exception_handler(ApiError)(lambda _, error: error.response())

@@ -1,4 +1,4 @@
-"""What the dashboard is told: in the order of time, bounded, and only what is new."""
+"""The dashboard's state: ordered by time, bounded, and only changes."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def delivered(tokens: int, body: int = 1, choice: int = 0, end: FinishReason | N
 
 
 def asked(router: RouterState, body: int = 1, at_us: int = 0, choices: int = 1) -> None:
-    router.asked(RequestNumber(body), f"r{body}", "/v1/completions", 12, choices, at_us)
+    router.request_received(RequestNumber(body), f"r{body}", "/v1/completions", 12, choices, at_us)
 
 
 def shown(router: RouterState, since: int = 0, epoch: str | None = None, now_us: int = 100 * S) -> Any:

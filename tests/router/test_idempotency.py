@@ -109,7 +109,7 @@ def test_a_key_has_1_to_256_characters(fleet: Fleet, key: str) -> None:
 
 
 class Counted:
-    """Answers with so many bytes, and counts how often."""
+    """Answers with a given number of bytes, and counts its requests."""
 
     def __init__(self, parts: list[bytes], media: bytes = b"application/json") -> None:
         self.parts = parts

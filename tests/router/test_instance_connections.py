@@ -1,4 +1,4 @@
-"""The router's connections: who proves the key and then says nothing does not stay."""
+"""The router's connections: one that proves the key and then sends nothing is closed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from baton.core.routing.config import RouterConfig
 from baton.core.routing.router import Router
-from baton.node.sealed_connection import ConnectionEnd, ConnectionStage, SealedConnection, call
+from baton.node.sealed_connection import ConnectionEnd, ConnectionStage, SealedConnection, connect
 from baton.router.instance_connections import InstanceConnections
 from baton.wire.router_sessions import RouterSessions
 
@@ -18,11 +18,11 @@ DEADLINE_S = 20.0
 
 
 class Silent:
-    def arrived(self, line: SealedConnection) -> None: ...
+    def connected(self, line: SealedConnection) -> None: ...
 
     def opened(self, line: SealedConnection) -> None: ...
 
-    def heard(self, line: SealedConnection, frame: bytes) -> None: ...
+    def received(self, line: SealedConnection, frame: bytes) -> None: ...
 
     def ended(self, line: SealedConnection, end: ConnectionEnd) -> None: ...
 
@@ -32,11 +32,11 @@ async def test_who_says_nothing_is_hung_up_although_nothing_else_is_due(monkeypa
     sessions = InstanceConnections(RouterSessions(Router(RouterConfig(), b"secret", 1), "r"), KEY, "r")
     listener = socket.create_server(("127.0.0.1", 0))
     await sessions.open(listener)
-    line = SealedConnection(KEY, "instance", Silent(), calls="r")
+    line = SealedConnection(KEY, "instance", Silent(), connects_to="r")
     try:
         async with asyncio.timeout(DEADLINE_S):
-            end = await call(line, "127.0.0.1", listener.getsockname()[1], DEADLINE_S)
+            end = await connect(line, "127.0.0.1", listener.getsockname()[1], DEADLINE_S)
         assert end.was is ConnectionStage.OPEN
     finally:
         sessions.close("the test is over")
-        await line.gone.wait()
+        await line.closed.wait()

@@ -1,4 +1,4 @@
-"""A router is killed and started again: answers go on after exactly what their clients have."""
+"""A router is killed and restarted: answers continue exactly where their clients stopped."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def resume(fleet: Fleet, after: str, headers: dict[str, str] | None = None, name
 
 
 def cut_off(fleet: Fleet, tokens: int, chat: bool = False, **fields: Any) -> None:
-    """Ask, and have the router killed after so many tokens."""
+    """Send a request, and kill the router after this many tokens."""
     for member in fleet.members.values():
         member.allowed = member.given + tokens
     with asking(fleet.served, chat, MINE, **fields):
@@ -114,7 +114,7 @@ def test_it_is_resumed_although_its_instance_was_lost_after_the_router_came_back
     cut_off(fleet, 5, stream=True)
     fleet.members["a"].allowed = fleet.members["a"].given + 3
     fleet.join_all()
-    wait_until(lambda: fleet.do(lambda: fleet.engine.orphans) == 1)
+    wait_until(lambda: fleet.do(lambda: fleet.engine.unclaimed) == 1)
     fleet.add("b")
     fleet.kill("a")
     events = data_of(resume(fleet, ""))
@@ -131,7 +131,7 @@ def test_ids_of_others_and_unknown_ones_are_not_found(text: ModelText) -> None:
             fleet.kill_router()
         fleet.start_router()
         fleet.join_all()
-        wait_until(lambda: fleet.do(lambda: fleet.engine.orphans) == 1)
+        wait_until(lambda: fleet.do(lambda: fleet.engine.unclaimed) == 1)
         fleet.do(lambda: setattr(fleet.engine, "_began_us", -(10**9)))  # it is not new any more
         assert resume(fleet, "", other).status == 404
         assert resume(fleet, "", mine, "unknown").status == 404
@@ -162,10 +162,10 @@ def test_an_orphan_can_be_cancelled_and_its_id_used_again(fleet: Fleet) -> None:
     cut_off(fleet, 5, stream=True)
     member.allowed = member.given
     fleet.join_all()
-    wait_until(lambda: fleet.do(lambda: fleet.engine.orphans) == 1)
+    wait_until(lambda: fleet.do(lambda: fleet.engine.unclaimed) == 1)
     assert ask(fleet.served, False, MINE).error["code"] == "duplicate_id"
     assert fleet.served.call("DELETE", "/v1/requests/mine").status == 200
-    assert fleet.do(lambda: fleet.engine.orphans) == 0
+    assert fleet.do(lambda: fleet.engine.unclaimed) == 0
     member.allowed = None
     wait_until(lambda: fleet.do(lambda: member.worker.is_idle))
     assert ask(fleet.served, False, MINE).status == 200
@@ -191,7 +191,7 @@ def test_log_probabilities_that_were_lost_in_a_move_cannot_be_resumed(fleet: Fle
         fleet.kill_router()
     fleet.start_router()
     fleet.join_all()
-    wait_until(lambda: fleet.do(lambda: fleet.engine.orphans) == 1)
+    wait_until(lambda: fleet.do(lambda: fleet.engine.unclaimed) == 1)
     refused = resume(fleet, "2")
     assert (refused.status, refused.error["code"]) == (410, "cannot_resume")
     second.allowed = None
@@ -213,7 +213,7 @@ def test_an_orphan_that_nobody_comes_for_is_dropped(hasty: Fleet) -> None:
     member.allowed = member.given
     hasty.join_all()
     wait_until(lambda: hasty.do(lambda: hasty.router.counts.orphans_dropped) == 1)
-    assert hasty.do(lambda: hasty.engine.orphans) == 0
+    assert hasty.do(lambda: hasty.engine.unclaimed) == 0
     member.allowed = None
     wait_until(lambda: hasty.do(lambda: member.worker.is_idle))
 

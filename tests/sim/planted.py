@@ -829,17 +829,17 @@ def cancel_nothing_for_abandoned_tickets(patch: Patch) -> None:
 
 @wire("clients that left are told of the loss of their instance, though they have ended")
 def tell_the_loss_to_those_who_left(patch: Patch) -> None:
-    patch.set("wire._heard", list)
+    patch.set("wire._reported", list)
 
 
 @wire("requests that were told to stop are forgotten when their instance is lost, and never end")
 def forget_stopping_requests_at_a_loss(patch: Patch) -> None:
-    heard_then = patch.original("wire._heard")
+    heard_then = patch.original("wire._reported")
 
     def heard(book: dict[int, EntryState]) -> list[int]:
         return [key for key in heard_then(book) if book[key] is not EntryState.STOPPING]
 
-    patch.set("wire._heard", heard)
+    patch.set("wire._reported", heard)
 
 
 @wire("groups that wait for their answer are forgotten when their instance is lost")

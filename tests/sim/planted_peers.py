@@ -640,8 +640,8 @@ def prefill_what_was_stopped(patch: Patch) -> None:
 
 def _said_otherwise(patch: Patch, kind: type[Any], alter: Callable[[Any], Any]) -> None:
     """Let the codec change every message of a kind on its way."""
-    sayable_then = patch.original("_sayable")
-    patch.set("_sayable", lambda message: sayable_then(alter(message) if isinstance(message, kind) else message))
+    sayable_then = patch.original("_sendable")
+    patch.set("_sendable", lambda message: sayable_then(alter(message) if isinstance(message, kind) else message))
 
 
 def _asked_otherwise(patch: Patch, alter: Callable[[Submission], Submission]) -> None:

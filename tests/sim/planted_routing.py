@@ -375,13 +375,13 @@ def mix_up_the_choices_of_a_leg(patch: Patch) -> None:
 
 @wire("instances are never told to forget what is over")
 def never_say_forget(patch: Patch) -> None:
-    let_go_then = patch.original("router_sessions._let_go")
+    let_go_then = patch.original("router_sessions._release_if_over")
 
     def let_go(session: Any, sent: Any) -> list[Any]:
         let_go_then(session, sent)
         return []
 
-    patch.set("router_sessions._let_go", let_go)
+    patch.set("router_sessions._release_if_over", let_go)
 
 
 @wire("a leg that was called back before its answer is computed to the end, for nobody")
@@ -391,7 +391,7 @@ def forget_what_was_abandoned(patch: Patch) -> None:
 
 @wire("that a client has found its stop string is not passed on")
 def never_pass_on_a_cut(patch: Patch) -> None:
-    patch.set("_cut_short", lambda session, which, keep: [])
+    patch.set("_stop_choice", lambda session, which, keep: [])
 
 
 @wire("what an instance has held is not admitted to its session, and its next tokens break the rules")
@@ -448,14 +448,14 @@ def never_pass_on_a_cancel(patch: Patch) -> None:
 
 @wire("the welcome does not order the engine to tell what it has cached")
 def never_ask_for_names(patch: Patch) -> None:
-    welcomed_then = patch.original("_welcomed")
+    welcomed_then = patch.original("_on_welcome")
 
     def welcomed(self: InstanceSessions, message: Any) -> SessionEffects:
         out = welcomed_then(self, message)
         out.orders = out.orders[:-1]
         return out
 
-    patch.set("_welcomed", welcomed)
+    patch.set("_on_welcome", welcomed)
 
 
 @wire("the history of a choice that has ended is dropped at once")

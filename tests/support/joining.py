@@ -51,7 +51,7 @@ class RouterSide:
     def opened(self, line: SealedConnection) -> None:
         self.lines.append(line)
 
-    def heard(self, line: SealedConnection, frame: bytes) -> None:
+    def received(self, line: SealedConnection, frame: bytes) -> None:
         message = decode_from_instance(frame)
         self.messages.append(message)
         if isinstance(message, Join):
@@ -62,7 +62,7 @@ class RouterSide:
         if answer is not None:
             line.send([encode_membership(answer)])
             if not isinstance(answer, Welcome):
-                line.part("turned away")
+                line.close("turned away")
 
     def ended(self, line: SealedConnection, end: ConnectionEnd) -> None:
         self.ends.append(end)
@@ -76,7 +76,7 @@ class RouterSide:
         self.say(PlaceAttempt(ticket, tuple(group), choices, len(group), origin))
 
     def hang_up(self) -> None:
-        self.lines[-1].end(None, "the router hangs up")
+        self.lines[-1].abort(None, "the router hangs up")
 
     async def until(self, holds: Callable[[], bool]) -> None:
         async with asyncio.timeout(DEADLINE_S):
@@ -118,7 +118,7 @@ async def router_side(key: bytes, port: int = 0, welcome: Welcome | None = None)
     finally:
         side.door.close("the router ends")
         for line in side.lines:
-            await line.gone.wait()
+            await line.closed.wait()
 
 
 def row_tokens(output: StepOutput, serial: int) -> Iterable[int]:

@@ -119,7 +119,7 @@ class Member:
             name, 1, config.role.name, self.executor.fingerprint[:64], f"http://{name}", "", config.slots, config.blocks,
             config.block_size, config.context_tokens, VOCABULARY, 0, False,
         )  # fmt: skip
-        self.relay = InstanceSessions(join)
+        self.sessions = InstanceSessions(join)
         self.line: Line | None = None
         self.dial_at_us = 0
         self.pulse_at_us: int | None = None
@@ -159,22 +159,22 @@ class Member:
     def _front(self, message: FromEngine) -> None:
         match message:
             case Accepted(ticket) | RefusedMessage(ticket):
-                if self.relay.owns_ticket(ticket):
-                    self.act(self.relay.take(message, self.world.now_us))
+                if self.sessions.owns_ticket(ticket):
+                    self.act(self.sessions.take(message, self.world.now_us))
                 else:
                     self.answers.append(message)
             case StepOutput():
-                ours, local = self.relay.split(message)
+                ours, local = self.sessions.split(message)
                 if local is not None:
                     self.local.append(local)
                 if ours is not None:
-                    self.act(self.relay.take(ours, self.world.now_us))
+                    self.act(self.sessions.take(ours, self.world.now_us))
 
     def act(self, out: SessionEffects) -> None:
         self.fenced = self.fenced or out.fenced
         for order in out.orders:
             self.order(order)
-        self.say(out.says)
+        self.say(out.messages)
 
     def say(self, messages: Sequence[FromInstance]) -> None:
         if self.line is not None:
@@ -183,23 +183,23 @@ class Member:
             assert not messages, "it speaks to nobody"
 
     def dial(self) -> None:
-        self.line = Line(self.world.switch.connected(self.world.now_us))
+        self.line = Line(self.world.sessions.connected(self.world.now_us))
         self.world.lines.append(self.line)
-        self.say(self.relay.opened(self.world.now_us))
+        self.say(self.sessions.opened(self.world.now_us))
 
     def beat(self) -> None:
         if self.pulse_at_us is None or self.pulse_at_us > self.world.now_us:
             return
         self.pulse_at_us = self.world.now_us + PULSE_US
         made = pulse(self.worker.gauges(), self.driver.steps_in_flight > 0, self.worker.changes(self.world.now_us))
-        beat = self.relay.beat(made, 0, self.world.now_us)
+        beat = self.sessions.beat(made, 0, self.world.now_us)
         self.say([] if beat is None else [beat])
 
     def hang_up(self, reason: str, again_us: int = 0) -> None:
         """The connection is over for this side."""
         if self.line is not None:
             self.line = None
-            self.relay.lost(reason, self.world.now_us)
+            self.sessions.lost(reason, self.world.now_us)
             self.dial_at_us = self.world.now_us + again_us
 
 
@@ -233,7 +233,7 @@ class World:
         self.now_us = 1
         self.config = config or RouterConfig()
         self.lines: list[Line] = []
-        self.switch = self._router()
+        self.sessions = self._router()
         self.members = [Member(self, f"d{number}", worker) for number in range(members)]
         self.asked: dict[RequestNumber, Asked] = {}
         self.orphans: dict[bytes, Asked] = {}
@@ -269,7 +269,7 @@ class World:
         return asked
 
     def _submit(self, asked: Asked) -> None:
-        asked.request, acts = self.switch.submit("tenant", asked.group, asked.origin, self.now_us)
+        asked.request, acts = self.sessions.submit("tenant", asked.group, asked.origin, self.now_us)
         self.asked[asked.request] = asked
         self.do(acts)
 
@@ -330,7 +330,7 @@ class World:
         self.lines.remove(line)
         member.hang_up("reset", again_us)
         if not line.closed_by:
-            self.do(self.switch.lost(line.session, "reset", self.now_us))
+            self.do(self.sessions.lost(line.session, "reset", self.now_us))
 
     def half_break(self, member: Member) -> None:
         """Only the instance finds out, and calls again at once."""
@@ -351,7 +351,7 @@ class World:
         for member in self.members:
             member.hang_up("reset")
         self.lines.clear()
-        self.switch = self._router()
+        self.sessions = self._router()
         self._waiting += [asked for asked in self.asked.values() if asked.group and not asked.over]
         self.asked = {}
         self.orphans = {}
@@ -371,7 +371,7 @@ class World:
                 shorter = min(len(had), len(known))
                 assert had[:shorter] == known[:shorter], "what was found is another answer"
             found.group, found.keep = asked.group, asked.keep
-            self.do(self.switch.claim(found.request, self.now_us, found.group))
+            self.do(self.sessions.claim(found.request, self.now_us, found.group))
 
     # ── time ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -388,10 +388,10 @@ class World:
             moved |= member.compute()
             member.beat()
             moved |= self._deliver_frames(member)
-            member.act(member.relay.tick(self.now_us))
-        deadline = self.switch.next_deadline()
+            member.act(member.sessions.tick(self.now_us))
+        deadline = self.sessions.next_deadline()
         if deadline is not None and deadline <= self.now_us:
-            self.do(self.switch.tick(self.now_us))
+            self.do(self.sessions.tick(self.now_us))
         return moved
 
     def _deliver_frames(self, member: Member) -> bool:
@@ -408,9 +408,9 @@ class World:
             if self._break(member):
                 continue
             if line.up:
-                self.do(self.switch.heard(line.session, decode_from_instance(line.up.popleft()), self.now_us))
+                self.do(self.sessions.receive(line.session, decode_from_instance(line.up.popleft()), self.now_us))
             elif line.down:
-                member.act(member.relay.heard(decode_from_router(line.down.popleft()), self.now_us))
+                member.act(member.sessions.receive(decode_from_router(line.down.popleft()), self.now_us))
         return moved
 
     def _break(self, member: Member) -> bool:
@@ -445,19 +445,19 @@ class World:
     def go_on(self) -> None:
         if not self.turn():
             self._sleep()
-        elif self._waiting and all(m.relay.standing is InstanceSessionState.SERVING for m in self.members if not m.dead):
+        elif self._waiting and all(m.sessions.state is InstanceSessionState.SERVING for m in self.members if not m.dead):
             self._claim_all()
         self.now_us += TURN_US
 
     def leave(self, asked: Asked) -> None:
         """Its client is gone."""
-        self.do(self.switch.leave(asked.request, self.now_us))
+        self.do(self.sessions.leave(asked.request, self.now_us))
         self.asked.pop(asked.request, None)
 
     def cut(self, asked: Asked, choice: int, keep: int) -> None:
         """Its client needs no more than so many tokens."""
         asked.keep[choice] = keep
-        self.do(self.switch.cut(asked.request, choice, keep, self.now_us))
+        self.do(self.sessions.stop_choice(asked.request, choice, keep, self.now_us))
 
     def quiet(self) -> bool:
         clients = all(asked.over for asked in self.asked.values()) and not self._waiting and not self.orphans
@@ -465,17 +465,17 @@ class World:
             member.dead
             or (
                 member.worker.is_idle
-                and not member.relay.held_choices
+                and not member.sessions.held_choices
                 and not (member.line and (member.line.up or member.line.down))
             )
             for member in self.members
         )
 
     def _sleep(self) -> None:
-        times = [self.switch.next_deadline()]
+        times = [self.sessions.next_deadline()]
         for member in self.members:
             if not member.dead:
-                times += [member.worker.next_deadline(), member.pulse_at_us, member.relay.next_deadline()]
+                times += [member.worker.next_deadline(), member.pulse_at_us, member.sessions.next_deadline()]
                 if member.line is None and not member.fenced:
                     times.append(member.dial_at_us)
         self.now_us = max(self.now_us, min(time for time in times if time is not None))
@@ -492,9 +492,9 @@ class World:
                     assert got == values[len(values) - len(got) :]
         for member in self.members:
             if not member.dead:
-                assert member.relay.open_requests == member.relay.held_choices == 0
+                assert member.sessions.open_requests == member.sessions.held_choices == 0
                 assert member.worker.is_idle
-        assert self.switch.router.open_requests == 0
+        assert self.sessions.router.open_requests == 0
 
     def _judge_choice(self, asked: Asked, choice: int) -> None:
         outcome, tokens, expected = asked.outcomes[choice], asked.tokens[choice], asked.expected(choice)

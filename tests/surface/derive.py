@@ -56,10 +56,10 @@ def _routes() -> Iterator[str]:
     text = ModelText(byte_level(), chat_template=TEMPLATE, eos_ids=[300])
     settings = ApiSettings(("tiny",))
     dashboard = Dashboard(state, lambda: 0, engine.views)
-    chronicle = FleetEventLog(sessions, engine)
+    event_log = FleetEventLog(sessions, engine)
     apps = {
         "serve": create_app(engine, text, settings),
-        "router": create_router_app(engine, sessions, chronicle, dashboard, text, settings, metrics, 10.0),
+        "router": create_router_app(engine, sessions, event_log, dashboard, text, settings, metrics, 10.0),
     }
     for name, app in apps.items():
         for route in app.routes:

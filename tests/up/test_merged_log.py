@@ -1,4 +1,4 @@
-"""One log out of many."""
+"""The output of several processes in one log."""
 
 from __future__ import annotations
 

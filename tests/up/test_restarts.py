@@ -8,7 +8,7 @@ KILLED = -9
 
 
 def one_life(lives: RestartPolicy, now_us: int, served_us: int, code: int = KILLED) -> int:
-    """When it is started again."""
+    """The time of the restart."""
     lives.started()
     lives.ready(now_us)
     verdict = lives.ended(code, now_us + served_us)

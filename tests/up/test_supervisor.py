@@ -1,4 +1,4 @@
-"""A fleet of stand-ins: what is started, started again, given up and stopped, and in which order."""
+"""A fleet of stand-ins: which processes are started, restarted, given up and stopped, and in which order."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ while True:
 
 @dataclass(frozen=True, slots=True)
 class StandIns(FleetPlan):
-    """The same fleet, of small scripts."""
+    """A fleet of small scripts in place of the real processes."""
 
     notes: Path = Path()
     how: dict[str, str] = field(default_factory=dict)

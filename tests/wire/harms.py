@@ -1,4 +1,4 @@
-"""What the way, or a stranger, may do to bytes and to the trees that they stand for."""
+"""Mutations of bytes, and of the trees that they encode."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ from baton.wire.peer_messages import (
     Registration,
     Unfit,
     decode_registration,
-    decode_to_giver,
-    decode_to_taker,
+    decode_to_decode_side,
+    decode_to_prefill_side,
     encode_peer,
     encode_registration,
 )
@@ -91,7 +91,9 @@ def test_whatever_a_peer_sends_is_a_message_or_a_wire_error() -> None:
     understood = Counter[str | None]()
     for _ in range(INPUTS):
         frame = _peer_input(frames, trees, draw)
-        kinds = [_understood(decode, frame) for decode in (decode_to_giver, decode_to_taker, decode_registration)]
+        kinds = [
+            _understood(decode, frame) for decode in (decode_to_prefill_side, decode_to_decode_side, decode_registration)
+        ]
         assert kinds.count(None) >= 2, "no frame is two kinds of message"
         understood[next((kind for kind in kinds if kind is not None), None)] += 1
     kinds_of_ours = {type(message).__name__ for message in _messages()} | {"Register", "Registered", "Unfit"}

@@ -1,4 +1,5 @@
-"""The instance's book: what a router placed is answered once and kept while it may be asked for; no other's is touched."""
+"""InstanceSessions: each place is answered once and kept while a router may ask for it; requests of others are not
+touched."""
 
 from __future__ import annotations
 
@@ -55,23 +56,23 @@ def line(row: int, *values: float) -> Logprobs:
     return Logprobs(row, chosen, np.full((len(values), 1), 5, dtype=np.int32), chosen.reshape(-1, 1))
 
 
-def serving(relay: InstanceSessions | None = None) -> InstanceSessions:
-    relay = relay or InstanceSessions(JOIN)
-    relay.opened(0)
-    relay.heard(WELCOME, 0)
-    return relay
+def serving(sessions: InstanceSessions | None = None) -> InstanceSessions:
+    sessions = sessions or InstanceSessions(JOIN)
+    sessions.opened(0)
+    sessions.receive(WELCOME, 0)
+    return sessions
 
 
-def open_as(relay: InstanceSessions, group: list[Submission], *serials: int, ticket: int = 0) -> None:
-    order = relay.heard(place(ticket, group), 0).orders[-1]
+def open_as(sessions: InstanceSessions, group: list[Submission], *serials: int, ticket: int = 0) -> None:
+    order = sessions.receive(place(ticket, group), 0).orders[-1]
     assert isinstance(order, Submit)
-    assert relay.take(Accepted(order.ticket, serials), 0).says == [Accepted(ticket, serials)]
+    assert sessions.take(Accepted(order.ticket, serials), 0).messages == [Accepted(ticket, serials)]
 
 
-def held(relay: InstanceSessions, now_us: int = 0) -> list[HeldGroup]:
+def held(sessions: InstanceSessions, now_us: int = 0) -> list[HeldGroup]:
     """What the next session is told."""
-    relay.lost("cut", now_us)
-    said = relay.opened(now_us)
+    sessions.lost("cut", now_us)
+    said = sessions.opened(now_us)
     assert (type(said[0]), said[-1]) == (Join, AllHeldSaid())
     groups = [decode_from_instance(encode_membership(message)) for message in said[1:-1]]
     assert all(isinstance(group, HeldGroup) for group in groups)
@@ -86,10 +87,10 @@ def tokens_of(data: bytes) -> list[int]:
 
 
 def test_a_session_begins_with_who_we_are_and_names_are_told_from_the_beginning() -> None:
-    relay = InstanceSessions(JOIN)
-    assert relay.opened(0) == [JOIN, AllHeldSaid()]
-    assert relay.heard(WELCOME, 0) == SessionEffects(orders=[ReportChanges()], welcomed=WELCOME)
-    assert relay.standing is InstanceSessionState.SERVING
+    sessions = InstanceSessions(JOIN)
+    assert sessions.opened(0) == [JOIN, AllHeldSaid()]
+    assert sessions.receive(WELCOME, 0) == SessionEffects(orders=[ReportChanges()], welcomed=WELCOME)
+    assert sessions.state is InstanceSessionState.SERVING
 
 
 @pytest.mark.parametrize(
@@ -98,78 +99,78 @@ def test_a_session_begins_with_who_we_are_and_names_are_told_from_the_beginning(
     ids=lambda m: type(m).__name__,
 )
 def test_before_the_welcome_and_after_being_turned_away_a_router_may_say_nothing_else(message: object) -> None:
-    relay = InstanceSessions(JOIN)
-    relay.opened(0)
+    sessions = InstanceSessions(JOIN)
+    sessions.opened(0)
     with pytest.raises(WireError, match="joining"):
-        relay.heard(message, 0)  # type: ignore[arg-type]
-    relay.heard(TurnedAway("other model", False), 0)
+        sessions.receive(message, 0)  # type: ignore[arg-type]
+    sessions.receive(TurnedAway("other model", False), 0)
     with pytest.raises(WireError, match="turned away"):
-        relay.heard(message, 0)  # type: ignore[arg-type]
-    assert relay.open_requests == 0
+        sessions.receive(message, 0)  # type: ignore[arg-type]
+    assert sessions.open_requests == 0
 
 
 def test_a_second_welcome_or_a_late_refusal_is_an_error() -> None:
-    relay = serving()
+    sessions = serving()
     for message in (WELCOME, TurnedAway("x", True)):
         with pytest.raises(WireError, match="serving"):
-            relay.heard(message, 0)
+            sessions.receive(message, 0)
 
 
 def test_who_is_fenced_learns_it() -> None:
     for fenced in (True, False):
-        relay = InstanceSessions(JOIN)
-        relay.opened(0)
-        out = relay.heard(TurnedAway("a later life", fenced), 0)
+        sessions = InstanceSessions(JOIN)
+        sessions.opened(0)
+        out = sessions.receive(TurnedAway("a later life", fenced), 0)
         assert out == SessionEffects(turned_away="a later life", fenced="a later life" if fenced else None)
 
 
 def test_a_session_opened_twice_is_a_bug() -> None:
-    relay = serving()
+    sessions = serving()
     with pytest.raises(IllegalTransition, match="SERVING"):
-        relay.opened(0)
+        sessions.opened(0)
 
 
 def test_who_leaves_says_so_once_and_joins_as_draining() -> None:
-    relay = serving()
-    assert (relay.leave(), relay.leave()) == ([Leaving()], [])
-    relay.lost("cut", 0)
-    joined = relay.opened(0)[0]
+    sessions = serving()
+    assert (sessions.leave(), sessions.leave()) == ([Leaving()], [])
+    sessions.lost("cut", 0)
+    joined = sessions.opened(0)[0]
     assert isinstance(joined, Join)
     assert joined.draining
 
 
 def test_neighbours_and_the_order_to_drain_reach_the_driver() -> None:
-    relay = serving()
-    assert relay.heard(PrefillPeersChanged(("p:1",)), 0) == SessionEffects(neighbours=("p:1",))
-    assert relay.heard(Drain(), 0) == SessionEffects(drain=True)
-    assert relay.leave() == [], "the router knows"
+    sessions = serving()
+    assert sessions.receive(PrefillPeersChanged(("p:1",)), 0) == SessionEffects(prefill_peers=("p:1",))
+    assert sessions.receive(Drain(), 0) == SessionEffects(drain=True)
+    assert sessions.leave() == [], "the router knows"
 
 
 # ── places ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_place_travels_under_a_ticket_of_ours_and_is_answered_under_the_routers() -> None:
-    relay = serving()
+    sessions = serving()
     message = place(5, asks("a", "b"))
-    assert relay.heard(message, 0) == SessionEffects(orders=[Submit(FIRST_ROUTED_TICKET, message.group)])
-    assert relay.owns_ticket(FIRST_ROUTED_TICKET)
-    assert not relay.owns_ticket(FIRST_ROUTED_TICKET - 1)
-    assert relay.take(Accepted(FIRST_ROUTED_TICKET, (8, 9)), 0) == SessionEffects(says=[Accepted(5, (8, 9))])
-    assert relay.open_requests == 2
+    assert sessions.receive(message, 0) == SessionEffects(orders=[Submit(FIRST_ROUTED_TICKET, message.group)])
+    assert sessions.owns_ticket(FIRST_ROUTED_TICKET)
+    assert not sessions.owns_ticket(FIRST_ROUTED_TICKET - 1)
+    assert sessions.take(Accepted(FIRST_ROUTED_TICKET, (8, 9)), 0) == SessionEffects(messages=[Accepted(5, (8, 9))])
+    assert sessions.open_requests == 2
 
 
 def test_a_refusal_is_passed_on_and_nothing_is_kept() -> None:
-    relay = serving()
-    relay.heard(place(5, asks("a")), 0)
-    assert relay.take(refused(FIRST_ROUTED_TICKET, FULL), 0) == SessionEffects(says=[refused(5, FULL)])
-    assert (relay.open_requests, relay.held_choices, held(relay)) == (0, 0, [])
+    sessions = serving()
+    sessions.receive(place(5, asks("a")), 0)
+    assert sessions.take(refused(FIRST_ROUTED_TICKET, FULL), 0) == SessionEffects(messages=[refused(5, FULL)])
+    assert (sessions.open_requests, sessions.held_choices, held(sessions)) == (0, 0, [])
 
 
 def test_two_places_under_one_ticket_are_an_error() -> None:
-    relay = serving()
-    relay.heard(place(5, asks("a")), 0)
+    sessions = serving()
+    sessions.receive(place(5, asks("a")), 0)
     with pytest.raises(WireError, match="ticket 5"):
-        relay.heard(place(5, asks("b")), 0)
+        sessions.receive(place(5, asks("b")), 0)
 
 
 @pytest.mark.parametrize(
@@ -183,10 +184,10 @@ def test_two_places_under_one_ticket_are_an_error() -> None:
     ],
 )
 def test_what_would_hurt_the_engine_never_reaches_it(group: list[Submission]) -> None:
-    relay = serving()
+    sessions = serving()
     with pytest.raises(WireError):
-        relay.heard(decode_from_router(encode_membership(place(0, group))), 0)
-    assert relay.open_requests == relay.held_choices == 0
+        sessions.receive(decode_from_router(encode_membership(place(0, group))), 0)
+    assert sessions.open_requests == sessions.held_choices == 0
 
 
 @pytest.mark.parametrize(
@@ -200,95 +201,95 @@ def test_what_would_hurt_the_engine_never_reaches_it(group: list[Submission]) ->
     ],
 )
 def test_a_token_that_the_model_has_not_is_refused_here_and_nothing_else_suffers(group: list[Submission]) -> None:
-    relay = serving()
-    out = relay.heard(place(0, group), 0)
+    sessions = serving()
+    out = sessions.receive(place(0, group), 0)
     refusal = Refusal(RefusalCode.NOT_IN_VOCABULARY, "a token that is none of a vocabulary of 64")
-    assert out == SessionEffects(says=[refused(0, refusal)])
-    assert relay.open_requests == relay.held_choices == 0
-    open_as(relay, asks("a"), 1, ticket=1)
+    assert out == SessionEffects(messages=[refused(0, refusal)])
+    assert sessions.open_requests == sessions.held_choices == 0
+    open_as(sessions, asks("a"), 1, ticket=1)
 
 
 def test_more_choices_than_are_taken_are_refused_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(instance_sessions, "CHOICES_MAX", 3)
-    relay = serving()
-    open_as(relay, asks("a", "b"), 1, 2)
-    out = relay.heard(place(1, asks("c", "d")), 0)
+    sessions = serving()
+    open_as(sessions, asks("a", "b"), 1, 2)
+    out = sessions.receive(place(1, asks("c", "d")), 0)
     assert not out.orders
-    assert [type(answer).__name__ for answer in out.says] == ["RefusedWith"]
-    open_as(relay, asks("c"), 3, ticket=2)
+    assert [type(answer).__name__ for answer in out.messages] == ["RefusedMessage"]
+    open_as(sessions, asks("c"), 3, ticket=2)
 
 
 def test_the_same_request_placed_again_ends_the_older_attempt() -> None:
-    relay = serving()
-    open_as(relay, asks("a", "b"), 1, 2)
-    out = relay.heard(place(1, asks("b")), 0)
+    sessions = serving()
+    open_as(sessions, asks("a", "b"), 1, 2)
+    out = sessions.receive(place(1, asks("b")), 0)
     assert out.orders[0] == Cancel(2)
-    assert relay.take(Accepted(FIRST_ROUTED_TICKET + 1, (3,)), 0).says == [Accepted(1, (3,))]
+    assert sessions.take(Accepted(FIRST_ROUTED_TICKET + 1, (3,)), 0).messages == [Accepted(1, (3,))]
     over = step(ended=[2])
-    assert relay.take(over, 0) == SessionEffects(says=[over]), "this router knows of the older one and hears its end"
-    assert [[line.serial for line in group.lines] for group in held(relay)] == [[1], [3]]
+    assert sessions.take(over, 0) == SessionEffects(messages=[over]), "this router knows of the older one and hears its end"
+    assert [[line.serial for line in group.lines] for group in held(sessions)] == [[1], [3]]
 
 
 def test_the_same_request_placed_again_before_the_older_attempt_is_answered_cancels_it_with_its_answer() -> None:
-    relay = serving()
-    relay.heard(place(0, asks("a")), 0)
-    assert not [order for order in relay.heard(place(1, asks("a")), 0).orders if isinstance(order, Cancel)]
-    assert relay.take(Accepted(FIRST_ROUTED_TICKET, (1,)), 0) == SessionEffects([Cancel(1)], [Accepted(0, (1,))])
-    relay.take(Accepted(FIRST_ROUTED_TICKET + 1, (2,)), 0)
-    assert [[line.serial for line in group.lines] for group in held(relay)] == [[2]]
+    sessions = serving()
+    sessions.receive(place(0, asks("a")), 0)
+    assert not [order for order in sessions.receive(place(1, asks("a")), 0).orders if isinstance(order, Cancel)]
+    assert sessions.take(Accepted(FIRST_ROUTED_TICKET, (1,)), 0) == SessionEffects([Cancel(1)], [Accepted(0, (1,))])
+    sessions.take(Accepted(FIRST_ROUTED_TICKET + 1, (2,)), 0)
+    assert [[line.serial for line in group.lines] for group in held(sessions)] == [[2]]
 
 
 # ── orders ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_router_cannot_end_what_is_not_its_own() -> None:
-    relay = serving()
-    open_as(relay, asks("a"), 1)
+    sessions = serving()
+    open_as(sessions, asks("a"), 1)
     for message in (Cancel(7), StopAt(7, 1), ForgetSerials((7,))):
-        assert relay.heard(message, 0) == NOTHING
-    assert relay.heard(StopAt(1, 3), 0) == SessionEffects(orders=[StopAt(1, 3)])
-    assert relay.heard(Cancel(1), 0) == SessionEffects(orders=[Cancel(1)])
-    assert relay.heard(Cancel(1), 0) == NOTHING, "once is enough"
+        assert sessions.receive(message, 0) == NOTHING
+    assert sessions.receive(StopAt(1, 3), 0) == SessionEffects(orders=[StopAt(1, 3)])
+    assert sessions.receive(Cancel(1), 0) == SessionEffects(orders=[Cancel(1)])
+    assert sessions.receive(Cancel(1), 0) == NOTHING, "once is enough"
 
 
 def test_what_is_cancelled_is_not_kept_but_heard_to_its_end() -> None:
-    relay = serving()
-    open_as(relay, asks("a"), 1)
-    relay.heard(Cancel(1), 0)
+    sessions = serving()
+    open_as(sessions, asks("a"), 1)
+    sessions.receive(Cancel(1), 0)
     last = step([(1, [4])], ended=[1])
-    assert relay.take(last, 0) == SessionEffects(says=[last])
-    assert (relay.open_requests, relay.held_choices, held(relay)) == (0, 0, [])
+    assert sessions.take(last, 0) == SessionEffects(messages=[last])
+    assert (sessions.open_requests, sessions.held_choices, held(sessions)) == (0, 0, [])
 
 
 def test_what_has_ended_is_kept_until_it_is_to_be_forgotten() -> None:
-    relay = serving()
-    open_as(relay, asks("a", "b"), 1, 2)
-    relay.take(step([(1, [4]), (2, [5])], ended=[1, 2]), 0)
-    assert relay.open_requests == 0
-    assert relay.heard(ForgetSerials((1,)), 0) == NOTHING
-    (group,) = held(relay)
+    sessions = serving()
+    open_as(sessions, asks("a", "b"), 1, 2)
+    sessions.take(step([(1, [4]), (2, [5])], ended=[1, 2]), 0)
+    assert sessions.open_requests == 0
+    assert sessions.receive(ForgetSerials((1,)), 0) == NOTHING
+    (group,) = held(sessions)
     assert [(kept.serial, kept.place) for kept in group.lines] == [(2, 1)]
-    relay.heard(WELCOME, 0)
-    relay.heard(ForgetSerials((2,)), 0)
-    assert (held(relay), relay.held_choices) == ([], 0)
+    sessions.receive(WELCOME, 0)
+    sessions.receive(ForgetSerials((2,)), 0)
+    assert (held(sessions), sessions.held_choices) == ([], 0)
 
 
 def test_what_is_forgotten_while_it_is_open_is_ended() -> None:
-    relay = serving()
-    open_as(relay, asks("a"), 1)
-    assert relay.heard(ForgetSerials((1,)), 0) == SessionEffects(orders=[Cancel(1)])
+    sessions = serving()
+    open_as(sessions, asks("a"), 1)
+    assert sessions.receive(ForgetSerials((1,)), 0) == SessionEffects(orders=[Cancel(1)])
 
 
 # ── tokens ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_what_is_held_is_said_with_all_that_came_of_it_and_steps_go_on_after_it() -> None:
-    relay = serving()
-    open_as(relay, asks("a", "b"), 1, 2)
-    relay.take(step([(1, [4]), (2, [5, 6])], started=[(1, 2), (2, 3)]), 0)
-    relay.lost("cut", 0)
-    assert relay.take(step([(1, [7]), (2, [8])], ended=[2]), 0) == NOTHING, "nobody is there"
-    said = relay.opened(0)
+    sessions = serving()
+    open_as(sessions, asks("a", "b"), 1, 2)
+    sessions.take(step([(1, [4]), (2, [5, 6])], started=[(1, 2), (2, 3)]), 0)
+    sessions.lost("cut", 0)
+    assert sessions.take(step([(1, [7]), (2, [8])], ended=[2]), 0) == NOTHING, "nobody is there"
+    said = sessions.opened(0)
     (group,) = [message for message in said if isinstance(message, HeldGroup)]
     assert [(kept.serial, tokens_of(kept.tokens), kept.cached_tokens) for kept in group.lines] == [
         (1, [4, 7], 2),
@@ -299,16 +300,18 @@ def test_what_is_held_is_said_with_all_that_came_of_it_and_steps_go_on_after_it(
     for kept in group.lines:
         assert sum(tokens_of(kept.counts)) == len(tokens_of(kept.tokens))
     after = step([(1, [9])])
-    assert relay.take(after, 0) == SessionEffects(says=[after]), "before the welcome, too: it comes after what is held"
+    assert sessions.take(after, 0) == SessionEffects(messages=[after]), (
+        "before the welcome, too: it comes after what is held"
+    )
 
 
 def test_log_probabilities_are_kept_row_by_row() -> None:
-    relay = serving()
-    open_as(relay, asks("a", logprobs=1), 1)
-    open_as(relay, asks("b"), 2, ticket=1)
-    relay.take(step([(2, [1]), (1, [4])], logprobs=(line(1, -0.5),)), 0)
-    relay.take(step([(1, [5, 6])], logprobs=(line(0, -1.0, -2.0),)), 0)
-    first, second = held(relay)
+    sessions = serving()
+    open_as(sessions, asks("a", logprobs=1), 1)
+    open_as(sessions, asks("b"), 2, ticket=1)
+    sessions.take(step([(2, [1]), (1, [4])], logprobs=(line(1, -0.5),)), 0)
+    sessions.take(step([(1, [5, 6])], logprobs=(line(0, -1.0, -2.0),)), 0)
+    first, second = held(sessions)
     (kept,) = first.lines
     assert (tokens_of(kept.counts), tokens_of(kept.tokens)) == ([1, 2], [4, 5, 6])
     assert [item.row for item in kept.logprobs] == [0, 1]
@@ -317,20 +320,20 @@ def test_log_probabilities_are_kept_row_by_row() -> None:
 
 
 def test_a_step_is_split_between_router_and_own_clients() -> None:
-    relay = serving()
-    assert relay.split(both := step([(1, [4]), (2, [5, 6])], ended=[1])) == (None, both)
-    open_as(relay, asks("a", "c"), 2, 4)
+    sessions = serving()
+    assert sessions.split(both := step([(1, [4]), (2, [5, 6])], ended=[1])) == (None, both)
+    open_as(sessions, asks("a", "c"), 2, 4)
     ours = step([(2, [5]), (4, [1])])
-    assert relay.split(ours) == (ours, None)
+    assert sessions.split(ours) == (ours, None)
     theirs = step([(1, [4])], ended=[3])
-    assert relay.split(theirs) == (None, theirs)
+    assert sessions.split(theirs) == (None, theirs)
     mixed = step(
         [(1, [4]), (2, [5, 6]), (3, []), (4, [7])],
         ended=[1, 4],
         started=[(1, 9), (2, 8)],
         logprobs=(line(0, -1.0), line(1, -2.0, -3.0), line(3, -4.0)),
     )
-    mine, others = relay.split(mixed)
+    mine, others = sessions.split(mixed)
     assert mine is not None
     assert others is not None
     assert encode_membership(mine) == encode_membership(
@@ -341,106 +344,106 @@ def test_a_step_is_split_between_router_and_own_clients() -> None:
     )
     assert DecodedRows(mine).tokens == [5, 6, 7]
     nothing = step()
-    assert relay.split(nothing) == (None, nothing), "its gauges are for the own front end"
+    assert sessions.split(nothing) == (None, nothing), "its gauges are for the own front end"
 
 
 # ── loss ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_place_accepted_while_nobody_is_there_is_held() -> None:
-    relay = serving()
-    relay.heard(place(0, asks("a")), 0)
-    relay.lost("cut", 0)
-    assert relay.take(Accepted(FIRST_ROUTED_TICKET, (1,)), 0) == NOTHING
-    said = relay.opened(0)
+    sessions = serving()
+    sessions.receive(place(0, asks("a")), 0)
+    sessions.lost("cut", 0)
+    assert sessions.take(Accepted(FIRST_ROUTED_TICKET, (1,)), 0) == NOTHING
+    said = sessions.opened(0)
     (group,) = [message for message in said if isinstance(message, HeldGroup)]
     assert [(kept.serial, kept.tokens) for kept in group.lines] == [(1, b"")]
     after = step([(1, [4])])
-    assert relay.take(after, 0).says == [after]
+    assert sessions.take(after, 0).messages == [after]
 
 
 def test_a_place_that_is_unanswered_as_the_next_session_opens_is_cancelled_unheard() -> None:
-    relay = serving()
-    relay.heard(place(0, asks("a")), 0)
-    open_as(relay, asks("b"), 1, ticket=1)
-    assert len(held(relay)) == 1
-    relay.heard(WELCOME, 0)
-    relay.heard(place(0, asks("c")), 0)  # the new session's own ticket 0
-    assert relay.take(Accepted(FIRST_ROUTED_TICKET, (2,)), 0) == SessionEffects(orders=[Cancel(2)])
-    assert relay.take(Accepted(FIRST_ROUTED_TICKET + 2, (3,)), 0) == SessionEffects(says=[Accepted(0, (3,))])
-    said = relay.take(step([(1, [4]), (2, [5]), (3, [6])], ended=[2]), 0).says
+    sessions = serving()
+    sessions.receive(place(0, asks("a")), 0)
+    open_as(sessions, asks("b"), 1, ticket=1)
+    assert len(held(sessions)) == 1
+    sessions.receive(WELCOME, 0)
+    sessions.receive(place(0, asks("c")), 0)  # the new session's own ticket 0
+    assert sessions.take(Accepted(FIRST_ROUTED_TICKET, (2,)), 0) == SessionEffects(orders=[Cancel(2)])
+    assert sessions.take(Accepted(FIRST_ROUTED_TICKET + 2, (3,)), 0) == SessionEffects(messages=[Accepted(0, (3,))])
+    said = sessions.take(step([(1, [4]), (2, [5]), (3, [6])], ended=[2]), 0).messages
     assert said == [step([(1, [4]), (3, [6])])], "nothing of what the router was never told"
     whole = step([(1, [4]), (3, [6])])
-    assert relay.take(whole, 0).says[0] is whole
-    assert relay.open_requests == 2
+    assert sessions.take(whole, 0).messages[0] is whole
+    assert sessions.open_requests == 2
 
 
 def test_a_refusal_of_a_place_of_an_earlier_session_is_not_said_in_the_next() -> None:
-    relay = serving()
-    relay.heard(place(0, asks("a")), 0)
-    assert held(relay) == []
-    assert relay.take(refused(FIRST_ROUTED_TICKET, FULL), 0) == NOTHING
-    assert relay.held_choices == 0
+    sessions = serving()
+    sessions.receive(place(0, asks("a")), 0)
+    assert held(sessions) == []
+    assert sessions.take(refused(FIRST_ROUTED_TICKET, FULL), 0) == NOTHING
+    assert sessions.held_choices == 0
 
 
 def test_when_the_grace_is_over_what_is_open_is_cancelled_and_nothing_is_kept() -> None:
-    relay = serving()
-    open_as(relay, asks("a", "b"), 1, 2)
-    relay.take(step([(1, [4])], ended=[2]), 0)
-    relay.heard(place(1, asks("c")), 0)
-    assert relay.next_deadline() is None
-    relay.lost("cut", 1_000)
-    assert relay.next_deadline() == 1_000 + WELCOME.orphan_grace_us
-    assert relay.tick(1_000) == NOTHING
-    assert relay.tick(1_000 + WELCOME.orphan_grace_us) == SessionEffects(orders=[Cancel(1)])
-    assert relay.take(Accepted(FIRST_ROUTED_TICKET + 1, (3,)), 0) == SessionEffects(orders=[Cancel(3)])
-    assert relay.next_deadline() is None
-    assert relay.opened(0) == [JOIN, AllHeldSaid()]
-    assert relay.take(step([(1, [5])], ended=[1, 3]), 0) == NOTHING
-    assert (relay.open_requests, relay.held_choices) == (0, 0)
+    sessions = serving()
+    open_as(sessions, asks("a", "b"), 1, 2)
+    sessions.take(step([(1, [4])], ended=[2]), 0)
+    sessions.receive(place(1, asks("c")), 0)
+    assert sessions.next_deadline() is None
+    sessions.lost("cut", 1_000)
+    assert sessions.next_deadline() == 1_000 + WELCOME.orphan_grace_us
+    assert sessions.tick(1_000) == NOTHING
+    assert sessions.tick(1_000 + WELCOME.orphan_grace_us) == SessionEffects(orders=[Cancel(1)])
+    assert sessions.take(Accepted(FIRST_ROUTED_TICKET + 1, (3,)), 0) == SessionEffects(orders=[Cancel(3)])
+    assert sessions.next_deadline() is None
+    assert sessions.opened(0) == [JOIN, AllHeldSaid()]
+    assert sessions.take(step([(1, [5])], ended=[1, 3]), 0) == NOTHING
+    assert (sessions.open_requests, sessions.held_choices) == (0, 0)
 
 
 def test_dialling_in_vain_does_not_make_the_grace_longer() -> None:
-    relay = serving()
-    open_as(relay, asks("a"), 1)
-    relay.lost("cut", 1_000)
-    relay.opened(2_000)
-    assert relay.tick(10**9) == NOTHING, "an answer is awaited"
-    relay.lost("no answer", 3_000)
-    relay.lost("twice", 4_000)
-    assert relay.next_deadline() == 1_000 + WELCOME.orphan_grace_us
-    relay.opened(5_000)
-    relay.heard(WELCOME, 5_000)
-    relay.lost("cut", 6_000)
-    assert relay.next_deadline() == 6_000 + WELCOME.orphan_grace_us
+    sessions = serving()
+    open_as(sessions, asks("a"), 1)
+    sessions.lost("cut", 1_000)
+    sessions.opened(2_000)
+    assert sessions.tick(10**9) == NOTHING, "an answer is awaited"
+    sessions.lost("no answer", 3_000)
+    sessions.lost("twice", 4_000)
+    assert sessions.next_deadline() == 1_000 + WELCOME.orphan_grace_us
+    sessions.opened(5_000)
+    sessions.receive(WELCOME, 5_000)
+    sessions.lost("cut", 6_000)
+    assert sessions.next_deadline() == 6_000 + WELCOME.orphan_grace_us
 
 
 def test_of_what_has_ended_the_oldest_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(held_choices, "ENDED_CHOICES_MAX", 2)
-    relay = serving()
+    sessions = serving()
     for serial in range(4):
-        open_as(relay, asks(f"r{serial}"), serial, ticket=serial)
-    relay.take(step([(serial, [1]) for serial in range(4)], ended=[1, 0, 3]), 0)
-    assert [group.lines[0].serial for group in held(relay)] == [0, 2, 3]
+        open_as(sessions, asks(f"r{serial}"), serial, ticket=serial)
+    sessions.take(step([(serial, [1]) for serial in range(4)], ended=[1, 0, 3]), 0)
+    assert [group.lines[0].serial for group in held(sessions)] == [0, 2, 3]
     monkeypatch.setattr(held_choices, "ENDED_BYTES_MAX", 2_000)
-    relay = serving()
+    sessions = serving()
     for serial in range(2):
-        relay.heard(place(serial, asks(f"r{serial}"), b"o" * 1_000), 0)
-        relay.take(Accepted(FIRST_ROUTED_TICKET + serial, (serial,)), 0)
-        relay.take(step(ended=[serial]), 0)
-    assert [group.lines[0].serial for group in held(relay)] == [1]
+        sessions.receive(place(serial, asks(f"r{serial}"), b"o" * 1_000), 0)
+        sessions.take(Accepted(FIRST_ROUTED_TICKET + serial, (serial,)), 0)
+        sessions.take(step(ended=[serial]), 0)
+    assert [group.lines[0].serial for group in held(sessions)] == [1]
 
 
 def test_a_group_that_cannot_travel_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(held_choices, "GROUP_BYTES_MAX", 2_000)
-    relay = serving()
-    relay.heard(place(0, asks("a"), b"o" * 2_000), 0)
-    relay.take(Accepted(FIRST_ROUTED_TICKET, (1,)), 0)
-    open_as(relay, asks("b"), 2, ticket=1)
-    assert [group.lines[0].serial for group in held(relay)] == [2]
-    assert relay.heard(WELCOME, 0).orders == [Cancel(1), ReportChanges()]
+    sessions = serving()
+    sessions.receive(place(0, asks("a"), b"o" * 2_000), 0)
+    sessions.take(Accepted(FIRST_ROUTED_TICKET, (1,)), 0)
+    open_as(sessions, asks("b"), 2, ticket=1)
+    assert [group.lines[0].serial for group in held(sessions)] == [2]
+    assert sessions.receive(WELCOME, 0).orders == [Cancel(1), ReportChanges()]
     both = step([(1, [1]), (2, [3])], ended=[1])
-    assert relay.take(both, 0).says == [step([(2, [3])])]
+    assert sessions.take(both, 0).messages == [step([(2, [3])])]
 
 
 # ── beats ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -471,41 +474,41 @@ def names(beat: HeartbeatMessage | None) -> tuple[bool, list[int], list[int]]:
 
 
 def test_names_go_out_once_in_a_session_and_from_the_beginning_in_the_next() -> None:
-    relay = serving()
-    assert names(relay.beat(pulse(named=[1]), 0, 0)) == (False, [], []), "before the engine starts afresh: void"
-    assert names(relay.beat(pulse(True, [1, 2]), 0, 0)) == (True, [1, 2], [])
-    assert names(relay.beat(None, 0, 0)) == (False, [], [])
-    relay.feel(pulse(named=[3, 4], forgotten=[1]), 0)
-    relay.feel(pulse(named=[1], forgotten=[3]), 0)
-    assert names(relay.beat(None, 0, 0)) == (False, [4, 1], [3]), "each in one of the two"
-    relay.feel(pulse(named=[5]), 0)
-    relay.lost("cut", 0)
-    assert relay.beat(pulse(named=[6]), 0, 0) is None
-    serving(relay)
-    assert names(relay.beat(pulse(named=[7]), 0, 0)) == (False, [], [])
-    assert names(relay.beat(pulse(True, [1, 7]), 0, 0)) == (True, [1, 7], [])
+    sessions = serving()
+    assert names(sessions.beat(pulse(named=[1]), 0, 0)) == (False, [], []), "before the engine starts afresh: void"
+    assert names(sessions.beat(pulse(True, [1, 2]), 0, 0)) == (True, [1, 2], [])
+    assert names(sessions.beat(None, 0, 0)) == (False, [], [])
+    sessions.record_pulse(pulse(named=[3, 4], forgotten=[1]), 0)
+    sessions.record_pulse(pulse(named=[1], forgotten=[3]), 0)
+    assert names(sessions.beat(None, 0, 0)) == (False, [4, 1], [3]), "each in one of the two"
+    sessions.record_pulse(pulse(named=[5]), 0)
+    sessions.lost("cut", 0)
+    assert sessions.beat(pulse(named=[6]), 0, 0) is None
+    serving(sessions)
+    assert names(sessions.beat(pulse(named=[7]), 0, 0)) == (False, [], [])
+    assert names(sessions.beat(pulse(True, [1, 7]), 0, 0)) == (True, [1, 7], [])
 
 
 def test_more_names_than_a_beat_takes_wait_for_the_next() -> None:
-    relay = serving()
-    relay.feel(pulse(True, range(KEYS_A_BEAT_MAX)), 0)
-    relay.feel(pulse(named=range(KEYS_A_BEAT_MAX, KEYS_A_BEAT_MAX + 3)), 0)
-    assert names(relay.beat(None, 0, 0)) == (True, list(range(KEYS_A_BEAT_MAX)), [])
-    assert names(relay.beat(None, 0, 0)) == (False, [KEYS_A_BEAT_MAX, KEYS_A_BEAT_MAX + 1, KEYS_A_BEAT_MAX + 2], [])
+    sessions = serving()
+    sessions.record_pulse(pulse(True, range(KEYS_A_BEAT_MAX)), 0)
+    sessions.record_pulse(pulse(named=range(KEYS_A_BEAT_MAX, KEYS_A_BEAT_MAX + 3)), 0)
+    assert names(sessions.beat(None, 0, 0)) == (True, list(range(KEYS_A_BEAT_MAX)), [])
+    assert names(sessions.beat(None, 0, 0)) == (False, [KEYS_A_BEAT_MAX, KEYS_A_BEAT_MAX + 1, KEYS_A_BEAT_MAX + 2], [])
 
 
 def test_a_beat_says_how_the_engine_is_and_notes_of_the_routers_requests_only() -> None:
-    relay = serving()
-    first = relay.beat(None, 5, 0)
+    sessions = serving()
+    first = sessions.beat(None, 5, 0)
     assert first is not None
     assert (first.engine_silent_us, first.computing) == (5, False)
-    open_as(relay, asks("a"), 1)
-    relay.feel(pulse(notes=((1, "waiting", 10), (2, "waiting", 10))), 1_000)
-    beat = relay.beat(None, 7, 1_500)
+    open_as(sessions, asks("a"), 1)
+    sessions.record_pulse(pulse(notes=((1, "waiting", 10), (2, "waiting", 10))), 1_000)
+    beat = sessions.beat(None, 7, 1_500)
     assert beat is not None
     assert (beat.gauges, beat.computing, beat.engine_silent_us) == (GAUGES, True, 7)
     assert beat.notes == ((1, "waiting", 510),)
-    again = relay.beat(None, 0, 1_600)
+    again = sessions.beat(None, 0, 1_600)
     assert again is not None
     assert again.notes == ()
 

@@ -1,4 +1,4 @@
-"""What a peer says arrives as it was meant; what no peer of ours would say is a WireError and nothing else."""
+"""Peer messages: decoding gives back what was encoded; every other frame is a WireError and nothing else."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from baton.wire.peer_messages import (
     Registration,
     Unfit,
     decode_registration,
-    decode_to_giver,
-    decode_to_taker,
+    decode_to_decode_side,
+    decode_to_prefill_side,
     encode_peer,
     encode_registration,
 )
@@ -63,14 +63,14 @@ def _line(lines: int = 1, alternatives: int = 2, first: int = 3) -> Logprobs:
 @given(data=st.data())
 def test_a_message_to_a_giver_survives_the_wire(kind: type, data: st.DataObject) -> None:
     message = data.draw(to_giver[kind])
-    assert plain(decode_to_giver(encode_peer(message))) == plain(message)
+    assert plain(decode_to_prefill_side(encode_peer(message))) == plain(message)
 
 
 @pytest.mark.parametrize("kind", to_taker, ids=lambda kind: kind.__name__)
 @given(data=st.data())
 def test_a_message_to_a_taker_survives_the_wire(kind: type, data: st.DataObject) -> None:
     message = data.draw(to_taker[kind])
-    assert plain(decode_to_taker(encode_peer(message))) == plain(message)
+    assert plain(decode_to_decode_side(encode_peer(message))) == plain(message)
 
 
 @given(registrations)
@@ -79,7 +79,7 @@ def test_a_registration_survives_the_wire(message: Registration) -> None:
 
 
 def test_what_is_decoded_cannot_be_written() -> None:
-    back = decode_to_giver(encode_peer(ASK))
+    back = decode_to_prefill_side(encode_peer(ASK))
     assert isinstance(back, Ask)
     assert not back.submission.prompt.flags.writeable
 
@@ -92,7 +92,7 @@ def test_a_reason_that_is_too_long_or_no_text_is_cut_and_still_understood(
     make: Callable[[str], PeerMessage], reason: str
 ) -> None:
     message = make(reason)
-    decode = decode_to_taker if isinstance(message, Decline) else decode_to_giver
+    decode = decode_to_decode_side if isinstance(message, Decline) else decode_to_prefill_side
     back = decode(encode_peer(message))
     assert isinstance(back, Refuse | Release | Decline)
     assert len(back.reason) == REASON_CHARS_MAX
@@ -114,15 +114,15 @@ def test_each_direction_has_its_own_messages() -> None:
     for_giver: list[PeerMessage] = [ASK, GRANT, Refuse(1, 1, "", 0), Adopted(1, 1), Release(1, 1, "")]
     for_taker: list[PeerMessage] = [Offer(1, 1, 3), Renew(1, 1), COMMIT, Decline(1, 1, PdCode.TIMEOUT, "")]
     others: list[tuple[list[PeerMessage], Callable[[bytes], object]]] = [
-        (for_giver, decode_to_taker), (for_giver, decode_registration),
-        (for_taker, decode_to_giver), (for_taker, decode_registration),
+        (for_giver, decode_to_decode_side), (for_giver, decode_registration),
+        (for_taker, decode_to_prefill_side), (for_taker, decode_registration),
     ]  # fmt: skip
     for said, decode in others:
         for message in said:
             with pytest.raises(WireError):
                 decode(encode_peer(message))
     with pytest.raises(WireError):
-        decode_to_giver(encode_registration(REGISTER))
+        decode_to_prefill_side(encode_registration(REGISTER))
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_each_direction_has_its_own_messages() -> None:
     ],
 )  # fmt: skip
 def test_numbers_and_sizes_out_of_bounds_are_refused(message: PeerMessage) -> None:
-    decode = decode_to_taker if isinstance(message, Offer | Commit | Decline) else decode_to_giver
+    decode = decode_to_decode_side if isinstance(message, Offer | Commit | Decline) else decode_to_prefill_side
     with pytest.raises(WireError):
         decode(encode_peer(message))
 
@@ -176,7 +176,7 @@ def test_numbers_and_sizes_out_of_bounds_are_refused(message: PeerMessage) -> No
 )
 def test_a_submission_out_of_bounds_is_refused(changes: dict[str, object]) -> None:
     with pytest.raises(WireError):
-        decode_to_giver(encode_peer(replace(ASK, submission=replace(ASK.submission, **changes))))  # type: ignore[arg-type]
+        decode_to_prefill_side(encode_peer(replace(ASK, submission=replace(ASK.submission, **changes))))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_a_submission_out_of_bounds_is_refused(changes: dict[str, object]) -> No
 def test_sampling_out_of_bounds_is_refused(changes: dict[str, object]) -> None:
     sampling = replace(ASK.submission.sampling, **changes)  # type: ignore[arg-type]
     with pytest.raises(WireError):
-        decode_to_giver(encode_peer(replace(ASK, submission=replace(ASK.submission, sampling=sampling))))
+        decode_to_prefill_side(encode_peer(replace(ASK, submission=replace(ASK.submission, sampling=sampling))))
 
 
 def _edited(message: PeerMessage, **changes: object) -> bytes:
@@ -206,11 +206,11 @@ def test_a_prompt_that_is_not_whole_numbers_or_not_there_is_refused() -> None:
     submission = msgspec.msgpack.decode(encode_peer(ASK))["submission"]
     for prompt in (b"\1\0\0", None, [1, 2]):
         with pytest.raises(WireError):
-            decode_to_giver(_edited(ASK, submission=[submission[0], prompt, *submission[2:]]))
+            decode_to_prefill_side(_edited(ASK, submission=[submission[0], prompt, *submission[2:]]))
     with pytest.raises(WireError):
-        decode_to_giver(_edited(ASK, submission=[*submission, "more"]))
+        decode_to_prefill_side(_edited(ASK, submission=[*submission, "more"]))
     with pytest.raises(WireError, match="prompt of its own"):
-        decode_to_giver(_edited(ASK, submission=[*submission[:6], "leader"]))
+        decode_to_prefill_side(_edited(ASK, submission=[*submission[:6], "leader"]))
 
 
 @pytest.mark.parametrize(
@@ -218,10 +218,12 @@ def test_a_prompt_that_is_not_whole_numbers_or_not_there_is_refused() -> None:
 )
 def test_other_types_and_fields_are_refused(changes: dict[str, object]) -> None:
     with pytest.raises(WireError):
-        decode_to_giver(_edited(GRANT, **changes))
+        decode_to_prefill_side(_edited(GRANT, **changes))
 
 
-@pytest.mark.parametrize("decode", [decode_to_giver, decode_to_taker, decode_registration, messages.decode_to_engine])
+@pytest.mark.parametrize(
+    "decode", [decode_to_prefill_side, decode_to_decode_side, decode_registration, messages.decode_to_engine]
+)
 def test_a_frame_nested_without_end_is_refused(decode: Callable[[bytes], object]) -> None:
     for kind in (b"ask", b"renew", b"register", b"drain"):
         frame = b"\x82\xa4type" + bytes([0xA0 + len(kind)]) + kind + b"\xa1x" + b"\x91" * 100_000
@@ -234,7 +236,7 @@ def test_a_frame_over_the_limit_is_refused_by_both_sides(monkeypatch: pytest.Mon
     monkeypatch.setattr(messages, "FRAME_BYTES_MAX", 10)
     monkeypatch.setattr(peering, "FRAME_BYTES_MAX", 10)
     with pytest.raises(WireError, match="over the limit of 10"):
-        decode_to_giver(frame)
+        decode_to_prefill_side(frame)
     with pytest.raises(WireError, match="over the limit of 10"):
         encode_peer(ASK)
 

@@ -1,4 +1,4 @@
-"""The front end's book: each ticket and each serial ends exactly once, and what nobody wants any more is cancelled."""
+"""RequestTable: each ticket and each serial ends exactly once, and abandoned requests are cancelled."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ def asks(count: int = 1, max_tokens: int | None = None) -> list[Submission]:
 
 def opened(*serials: int) -> RequestTable:
     """A desk at which one group is open as these serials."""
-    desk = RequestTable()
-    message = desk.submit(asks(len(serials)))
-    assert desk.take(Accepted(message.ticket, serials)) == TableNews([GroupAccepted(message.ticket, serials)], [])
-    return desk
+    table = RequestTable()
+    message = table.submit(asks(len(serials)))
+    assert table.take(Accepted(message.ticket, serials)) == TableNews([GroupAccepted(message.ticket, serials)], [])
+    return table
 
 
 def heard(took: TableNews) -> list[News | RequestProgress]:
@@ -87,23 +87,23 @@ def only(took: TableNews) -> RequestProgress:
 
 
 def test_tickets_count_from_zero_and_the_group_travels_in_its_order() -> None:
-    desk = RequestTable()
-    messages = [desk.submit(asks(2)), desk.submit(asks(1))]
+    table = RequestTable()
+    messages = [table.submit(asks(2)), table.submit(asks(1))]
     assert [message.ticket for message in messages] == [0, 1]
     assert [item.request_id for item in messages[0].group] == ["r0", "r1"]
-    assert (desk.open_tickets, desk.open_serials, desk.open_requests) == (2, 0, 2)
+    assert (table.open_tickets, table.open_serials, table.open_requests) == (2, 0, 2)
 
 
 def test_an_accepted_ticket_becomes_its_serials() -> None:
-    desk = opened(7, 8)
-    assert (desk.open_tickets, desk.open_serials, desk.open_requests) == (0, 2, 2)
+    table = opened(7, 8)
+    assert (table.open_tickets, table.open_serials, table.open_requests) == (0, 2, 2)
 
 
 def test_a_refused_ticket_ends_with_the_refusal() -> None:
-    desk = RequestTable()
-    ticket = desk.submit(asks()).ticket
-    assert desk.take(refused(ticket, FULL)) == TableNews([GroupDeclined(ticket, FULL)], [])
-    assert desk.open_requests == 0
+    table = RequestTable()
+    ticket = table.submit(asks()).ticket
+    assert table.take(refused(ticket, FULL)) == TableNews([GroupDeclined(ticket, FULL)], [])
+    assert table.open_requests == 0
 
 
 def test_an_answer_to_an_unknown_ticket_is_an_error_that_names_it() -> None:
@@ -113,66 +113,66 @@ def test_an_answer_to_an_unknown_ticket_is_an_error_that_names_it() -> None:
 
 
 def test_a_second_answer_to_a_ticket_is_an_error() -> None:
-    desk = opened(7)
+    table = opened(7)
     for answer in (Accepted(0, (8,)), refused(0, FULL)):
         with pytest.raises(WireError, match="ticket 0"):
-            desk.take(answer)
+            table.take(answer)
 
 
 @pytest.mark.parametrize("serials", [(7,), (8, 8)])
 def test_a_serial_given_twice_is_an_error_and_changes_nothing(serials: tuple[int, ...]) -> None:
-    desk = opened(7)
-    ticket = desk.submit(asks(len(serials))).ticket
+    table = opened(7)
+    ticket = table.submit(asks(len(serials))).ticket
     with pytest.raises(WireError, match=f"ticket {ticket}"):
-        desk.take(Accepted(ticket, serials))
-    assert (desk.open_tickets, desk.open_serials) == (1, 1)
+        table.take(Accepted(ticket, serials))
+    assert (table.open_tickets, table.open_serials) == (1, 1)
 
 
 # ── abandoned before the answer ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_what_is_accepted_after_the_client_left_is_cancelled_and_never_heard_of() -> None:
-    desk = RequestTable()
-    ticket = desk.submit(asks(2)).ticket
-    desk.abandon(ticket)
-    desk.abandon(ticket)
-    assert desk.take(Accepted(ticket, (7, 8))) == TableNews([], [Cancel(7), Cancel(8)])
-    assert desk.open_requests == 2  # the engine still has them: a drain waits for their ends
-    assert desk.cancel(7) is None
-    assert desk.stop(8, 0) is None
-    assert desk.take(step([(7, [1, 2])])) == NOTHING
-    assert desk.late == 1
-    assert desk.take(step([(7, [3])], ended=[7, 8])) == NOTHING
-    assert desk.open_requests == 0
+    table = RequestTable()
+    ticket = table.submit(asks(2)).ticket
+    table.abandon(ticket)
+    table.abandon(ticket)
+    assert table.take(Accepted(ticket, (7, 8))) == TableNews([], [Cancel(7), Cancel(8)])
+    assert table.open_requests == 2  # the engine still has them: a drain waits for their ends
+    assert table.cancel(7) is None
+    assert table.stop(8, 0) is None
+    assert table.take(step([(7, [1, 2])])) == NOTHING
+    assert table.late == 1
+    assert table.take(step([(7, [3])], ended=[7, 8])) == NOTHING
+    assert table.open_requests == 0
 
 
 def test_a_refusal_after_the_client_left_is_swallowed() -> None:
-    desk = RequestTable()
-    ticket = desk.submit(asks()).ticket
-    desk.abandon(ticket)
-    assert desk.take(refused(ticket, FULL)) == NOTHING
-    assert desk.open_requests == 0
+    table = RequestTable()
+    ticket = table.submit(asks()).ticket
+    table.abandon(ticket)
+    assert table.take(refused(ticket, FULL)) == NOTHING
+    assert table.open_requests == 0
 
 
 def test_abandoning_after_the_answer_does_nothing() -> None:
-    desk = opened(7)
-    desk.abandon(0)
-    assert only(desk.take(step([(7, [1])]))).tokens == [1]
-    assert desk.cancel(7) == Cancel(7)
+    table = opened(7)
+    table.abandon(0)
+    assert only(table.take(step([(7, [1])]))).tokens == [1]
+    assert table.cancel(7) == Cancel(7)
 
 
 # ── tokens ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_step_brings_each_row_its_own_tokens_and_then_the_ends_without_a_row() -> None:
-    desk = opened(7, 8, 9)
+    table = opened(7, 8, 9)
     logprobs = Logprobs(
         1,
         np.array([-0.5, -1.5], dtype=np.float32),
         np.array([[3], [5]], dtype=np.int32),
         np.array([[-0.5], [-1.5]], dtype=np.float32),
     )
-    news = heard(desk.take(step([(9, [4]), (7, [5, 6])], ended=[8, 7], started=[(9, 16)], logprobs=(logprobs,))))
+    news = heard(table.take(step([(9, [4]), (7, [5, 6])], ended=[8, 7], started=[(9, 16)], logprobs=(logprobs,))))
     assert len(news) == 3
     nine, seven, eight = (item for item in news if isinstance(item, RequestProgress))
     assert (nine.serial, nine.tokens, nine.logprobs, nine.cached_tokens, nine.ended) == (9, [4], None, 16, None)
@@ -182,54 +182,54 @@ def test_a_step_brings_each_row_its_own_tokens_and_then_the_ends_without_a_row()
     assert (eight.serial, eight.tokens, eight.logprobs) == (8, [], None)
     assert eight.ended is not None
     assert eight.ended.serial == 8
-    assert desk.open_serials == 1
+    assert table.open_serials == 1
 
 
 def test_tokens_after_the_end_are_an_error_that_names_the_serial_and_changes_nothing() -> None:
-    desk = opened(7, 8)
-    assert only(desk.take(step([(7, [1])], ended=[7]))).ended is not None
+    table = opened(7, 8)
+    assert only(table.take(step([(7, [1])], ended=[7]))).ended is not None
     with pytest.raises(WireError, match="serial 7,"):
-        desk.take(step([(8, [1]), (7, [2, 3])], ended=[8]))
-    assert desk.open_serials == 1
+        table.take(step([(8, [1]), (7, [2, 3])], ended=[8]))
+    assert table.open_serials == 1
 
 
 def test_what_was_accepted_in_an_earlier_conversation_is_dropped_and_counted() -> None:
-    desk = RequestTable()
-    assert desk.take(step([(3, [1])], ended=[3])) == NOTHING
-    desk.submit(asks())
-    desk.take(Accepted(0, (7,)))
-    assert desk.take(step([(4, [1])], ended=[5])) == NOTHING
-    assert desk.late == 4
+    table = RequestTable()
+    assert table.take(step([(3, [1])], ended=[3])) == NOTHING
+    table.submit(asks())
+    table.take(Accepted(0, (7,)))
+    assert table.take(step([(4, [1])], ended=[5])) == NOTHING
+    assert table.late == 4
 
 
 def test_a_second_end_is_an_error_that_names_the_serial_and_changes_nothing() -> None:
-    desk = opened(7, 8)
-    desk.take(step(ended=[7]))
+    table = opened(7, 8)
+    table.take(step(ended=[7]))
     for output in (step([(8, [1])], ended=[8, 7]), step([(7, [1])], ended=[7]), step(ended=[8, 8])):
         with pytest.raises(WireError, match=r"serial [78],"):
-            desk.take(output)
-    assert (desk.open_serials, desk.late) == (1, 0)
-    assert only(desk.take(step([(8, [1])], ended=[8]))).tokens == [1]
+            table.take(output)
+    assert (table.open_serials, table.late) == (1, 0)
+    assert only(table.take(step([(8, [1])], ended=[8]))).tokens == [1]
 
 
 # ── told to stop ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_an_order_to_end_is_given_once() -> None:
-    for first in (lambda desk: desk.cancel(7) == Cancel(7), lambda desk: desk.stop(7, 2) == StopAt(7, 2)):
-        desk = opened(7)
-        assert first(desk)
-        assert desk.cancel(7) is None
-        assert desk.stop(7, 3) is None
+    for first in (lambda table: table.cancel(7) == Cancel(7), lambda table: table.stop(7, 2) == StopAt(7, 2)):
+        table = opened(7)
+        assert first(table)
+        assert table.cancel(7) is None
+        assert table.stop(7, 3) is None
 
 
 def test_after_an_order_to_end_tokens_and_the_end_still_come() -> None:
-    desk = opened(7)
-    desk.stop(7, 1)
-    assert only(desk.take(step([(7, [5])]))).tokens == [5]
-    assert only(desk.take(step(ended=[7]))).ended is not None
-    assert desk.cancel(7) is None
-    assert desk.open_requests == 0
+    table = opened(7)
+    table.stop(7, 1)
+    assert only(table.take(step([(7, [5])]))).tokens == [5]
+    assert only(table.take(step(ended=[7]))).ended is not None
+    assert table.cancel(7) is None
+    assert table.open_requests == 0
 
 
 def test_orders_for_serials_that_never_were_are_none() -> None:
@@ -241,40 +241,40 @@ def test_orders_for_serials_that_never_were_are_none() -> None:
 
 
 def test_coming_and_last_words_are_news() -> None:
-    desk = opened(7)
+    table = opened(7)
     ready = ReadyMessage(WIRE_VERSION, 1, 2, 3, 4, 5, "", GAUGES)
-    assert desk.take(ready) == TableNews([EngineReady(ready)], [])
-    assert desk.take(FailedMessage("no memory")) == TableNews([EngineFailed("no memory")], [])
-    assert desk.open_serials == 1  # whoever hears of it decides that it is lost
+    assert table.take(ready) == TableNews([EngineReady(ready)], [])
+    assert table.take(FailedMessage("no memory")) == TableNews([EngineFailed("no memory")], [])
+    assert table.open_serials == 1  # whoever hears of it decides that it is lost
 
 
 def test_a_loss_ends_everything_that_somebody_hears_of_exactly_once() -> None:
-    desk = opened(7, 8)
-    desk.cancel(8)
-    waiting, left, unwanted = (desk.submit(asks()).ticket for _ in range(3))
-    desk.abandon(left)
-    desk.abandon(unwanted)
-    desk.take(Accepted(unwanted, (9,)))
-    assert desk.lose("gone") == [LostEntry(waiting, None, "gone"), LostEntry(None, 7, "gone"), LostEntry(None, 8, "gone")]
-    assert desk.open_requests == 0
-    assert desk.lose("again") == []
+    table = opened(7, 8)
+    table.cancel(8)
+    waiting, left, unwanted = (table.submit(asks()).ticket for _ in range(3))
+    table.abandon(left)
+    table.abandon(unwanted)
+    table.take(Accepted(unwanted, (9,)))
+    assert table.lose("gone") == [LostEntry(waiting, None, "gone"), LostEntry(None, 7, "gone"), LostEntry(None, 8, "gone")]
+    assert table.open_requests == 0
+    assert table.lose("again") == []
 
 
 def test_a_lost_request_may_be_tried_elsewhere() -> None:
-    desk = opened(7)
-    assert [lost.retryable for lost in desk.lose("gone")] == [True]
+    table = opened(7)
+    assert [lost.retryable for lost in table.lose("gone")] == [True]
 
 
 def test_a_lost_desk_takes_no_submission_and_drops_what_still_comes() -> None:
-    desk = opened(7)
-    desk.lose("the cable is out")
+    table = opened(7)
+    table.lose("the cable is out")
     with pytest.raises(RequestTableClosed, match="the cable is out"):
-        desk.submit(asks())
-    assert desk.cancel(7) is None
+        table.submit(asks())
+    assert table.cancel(7) is None
     messages: list[FromEngine] = [step([(7, [1])], ended=[7]), Accepted(9, (1,)), refused(9, FULL), FailedMessage("late")]
     for message in messages:
-        assert desk.take(message) == NOTHING
-    assert desk.late == len(messages)
+        assert table.take(message) == NOTHING
+    assert table.late == len(messages)
 
 
 def test_what_is_not_in_the_table_is_a_bug_and_says_so() -> None:
@@ -310,12 +310,12 @@ class Engine:
         self.said.append(encode_from_engine(message_of(answer, self.worker)))
 
 
-def converse(desk: RequestTable, engine: Engine) -> list[News | RequestProgress]:
+def converse(table: RequestTable, engine: Engine) -> list[News | RequestProgress]:
     """Until nothing is open."""
     news: list[News | RequestProgress] = []
-    while desk.open_requests:
+    while table.open_requests:
         while engine.said:
-            took = desk.take(decode_from_engine(engine.said.popleft()))
+            took = table.take(decode_from_engine(engine.said.popleft()))
             news += heard(took)
             for order in took.orders:
                 engine.hear(order)
@@ -327,10 +327,10 @@ CONFIG = WorkerConfig(slots=2, blocks=32, block_size=4, context_tokens=64, step_
 
 
 def test_desk_and_worker_understand_each_other() -> None:
-    desk, engine = RequestTable(), Engine(CONFIG)
+    table, engine = RequestTable(), Engine(CONFIG)
     group = asks(2, max_tokens=5)
-    engine.hear(desk.submit(group))
-    news = converse(desk, engine)
+    engine.hear(table.submit(group))
+    news = converse(table, engine)
     assert news[0] == GroupAccepted(0, (0, 1))
     for serial, item in enumerate(group):
         heard = [one for one in news if isinstance(one, RequestProgress) and one.serial == serial]
@@ -341,24 +341,24 @@ def test_desk_and_worker_understand_each_other() -> None:
 
 
 def test_a_request_abandoned_before_the_answer_leaves_the_worker_idle() -> None:
-    desk, engine = RequestTable(), Engine(CONFIG)
-    engine.hear(desk.submit(asks(3, max_tokens=60)))
-    desk.abandon(0)
-    assert converse(desk, engine) == []
+    table, engine = RequestTable(), Engine(CONFIG)
+    engine.hear(table.submit(asks(3, max_tokens=60)))
+    table.abandon(0)
+    assert converse(table, engine) == []
     assert engine.worker.is_idle
     assert engine.worker.gauges().steps < 10
 
 
 def test_a_stop_while_it_waits_and_a_drain_reach_the_worker_and_their_answers_come_back() -> None:
-    desk, engine = RequestTable(), Engine(CONFIG)
-    engine.hear(desk.submit(asks(1, max_tokens=5)))
-    desk.take(decode_from_engine(engine.said.popleft()))
-    order = desk.stop(0, 0)
+    table, engine = RequestTable(), Engine(CONFIG)
+    engine.hear(table.submit(asks(1, max_tokens=5)))
+    table.take(decode_from_engine(engine.said.popleft()))
+    order = table.stop(0, 0)
     assert order is not None
     engine.hear(order)
     engine.hear(Drain())
-    engine.hear(desk.submit(asks()))
-    end, declined = converse(desk, engine)
+    engine.hear(table.submit(asks()))
+    end, declined = converse(table, engine)
     assert isinstance(end, RequestProgress)
     assert end.ended is not None
     assert isinstance(declined, GroupDeclined)
@@ -373,7 +373,7 @@ class AnyConversation(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.desk = RequestTable()
+        self.table = RequestTable()
         self.lost = False
         self.submitted = 0
         self.unanswered: dict[int, int] = {}
@@ -398,7 +398,7 @@ class AnyConversation(RuleBasedStateMachine):
     @precondition(lambda self: not self.lost)
     @rule(size=st.integers(1, 3))
     def submit(self, size: int) -> None:
-        message = self.desk.submit(asks(size))
+        message = self.table.submit(asks(size))
         assert message.ticket == self.submitted
         self.submitted += 1
         self.unanswered[message.ticket] = size
@@ -407,11 +407,11 @@ class AnyConversation(RuleBasedStateMachine):
     def abandon(self, ticket: int) -> None:
         if ticket in self.unanswered and not self.lost:
             self.left.add(ticket)
-        self.desk.abandon(ticket)
+        self.table.abandon(ticket)
 
     @rule(serial=st.integers(0, 20), keep=st.one_of(st.none(), st.integers(0, 5)))
     def let_go(self, serial: int, keep: int | None) -> None:
-        order = self.desk.cancel(serial) if keep is None else self.desk.stop(serial, keep)
+        order = self.table.cancel(serial) if keep is None else self.table.stop(serial, keep)
         if serial in self.running and not self.lost and not self.orders[serial]:
             assert order == (Cancel(serial) if keep is None else StopAt(serial, keep))
             self.orders[serial] += 1
@@ -451,19 +451,19 @@ class AnyConversation(RuleBasedStateMachine):
     def row_after_the_end(self, data: st.DataObject) -> None:
         serial = data.draw(st.sampled_from(self.over))
         with pytest.raises(WireError, match=f"serial {serial},"):
-            self.desk.take(step([(serial, [1])]))
+            self.table.take(step([(serial, [1])]))
 
     @precondition(lambda self: self.over and not self.lost)
     @rule(data=st.data())
     def second_end(self, data: st.DataObject) -> None:
         serial = data.draw(st.sampled_from(self.over))
         with pytest.raises(WireError, match=f"serial {serial},"):
-            self.desk.take(step(ended=[*self.running, serial]))
+            self.table.take(step(ended=[*self.running, serial]))
 
     @precondition(lambda self: self.next_serial > 4)
     @rule()
     def lose(self) -> None:
-        for lost in self.desk.lose("gone"):
+        for lost in self.table.lose("gone"):
             assert (lost.ticket is None) != (lost.serial is None)
             if lost.ticket is not None:
                 self._ticket_ends(lost.ticket)
@@ -474,7 +474,7 @@ class AnyConversation(RuleBasedStateMachine):
     # What clients hear.
 
     def _take(self, message: FromEngine) -> TableNews:
-        took = self.desk.take(message)
+        took = self.table.take(message)
         for order in took.orders:
             assert isinstance(order, Cancel)
             assert self.owner[order.serial] in self.left
@@ -524,16 +524,16 @@ class AnyConversation(RuleBasedStateMachine):
     @invariant()
     def the_book_is_as_long_as_what_is_open(self) -> None:
         if self.lost:
-            assert self.desk.open_requests == 0
+            assert self.table.open_requests == 0
         else:
-            assert (self.desk.open_tickets, self.desk.open_serials) == (len(self.unanswered), len(self.running))
+            assert (self.table.open_tickets, self.table.open_serials) == (len(self.unanswered), len(self.running))
 
     def teardown(self) -> None:
         """Let the engine finish: then everything has ended once, or nobody wanted to hear of it."""
         for ticket in sorted(self.unanswered):
             self._take(refused(ticket, FULL))
         self._take(step(ended=self.running))
-        assert self.desk.open_requests == 0
+        assert self.table.open_requests == 0
         assert all(self.serial_ends[serial] == 1 for serial in self.heard)
         assert all(self.ticket_ends[ticket] == 1 for ticket in range(self.submitted) if ticket not in self.left)
 

@@ -26,7 +26,7 @@ from baton.core.handover.faults import PdCode, PdFault, PdStage
 from baton.core.routing.events import Instance, Join
 from baton.wire import router_messages as membership
 from baton.wire.engine_messages import StepOutput, WireError, refused, step_output
-from baton.wire.membership_decoding import held_of, sign_of
+from baton.wire.membership_decoding import heartbeat_of, held_of
 from baton.wire.router_messages import (
     AllHeldSaid,
     ForgetSerials,
@@ -320,7 +320,7 @@ def test_a_held_group_that_contradicts_itself_is_refused(held: HeldGroup) -> Non
 @pytest.mark.parametrize("changes", [{"running": -1}, {"steps": 2**63}, {"reserve_ratio": float("nan")}])
 def test_gauges_that_cannot_be_are_refused(changes: dict[str, object]) -> None:
     assert isinstance(_BEAT, HeartbeatMessage)
-    assert sign_of(_BEAT, {}).ledger.running == 1
+    assert heartbeat_of(_BEAT, {}).ledger.running == 1
     with pytest.raises(WireError):
         decode_from_instance(encode_membership(_replace(_BEAT, gauges=_replace(_BEAT.gauges, **changes))))
 
@@ -350,7 +350,7 @@ def _means(message: FromInstance | FromRouter) -> None:
         case HeldGroup():
             held_of(message, JOIN)
         case HeartbeatMessage():
-            sign_of(message, {})
+            heartbeat_of(message, {})
         case PlaceAttempt():
             check_group(message.group, VOCABULARY)
 

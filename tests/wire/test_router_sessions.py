@@ -21,6 +21,7 @@ from baton.core.routing.events import (
     AttemptRefused,
     CancelChoices,
     CloseSession,
+    DeadlineCame,
     DeliverTokens,
     ForgetChoices,
     HeartbeatCame,
@@ -199,16 +200,16 @@ def test_without_a_router_everything_ends_after_the_grace() -> None:
     world = World(1, RouterConfig(orphan_grace_us=5_000_000))
     world.ask(body("abc", 2, max_tokens=40))
     (member,) = world.members
-    while not member.relay.open_requests:
+    while not member.sessions.open_requests:
         world.turn()
     member.hang_up("reset", again_us=60_000_000)
     lost_us, world.asked = world.now_us, {}
-    assert member.relay.next_deadline() == lost_us + 5_000_000
+    assert member.sessions.next_deadline() == lost_us + 5_000_000
     world.now_us += 5_000_000
     for _ in range(10):
         world.turn()
     assert member.worker.is_idle
-    assert (member.relay.open_requests, member.relay.held_choices) == (0, 0)
+    assert (member.sessions.open_requests, member.sessions.held_choices) == (0, 0)
 
 
 # ── clients ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -242,7 +243,7 @@ def test_a_choice_that_is_cut_ends_after_what_was_kept(what: str | None) -> None
     assert outcome is not None
     assert (outcome.reason, outcome.generated_tokens, len(asked.tokens[0])) == (FinishReason.STOP, 2, had)
     assert asked.tokens[1] == asked.expected(1)
-    assert world.members[0].relay.held_choices == 0
+    assert world.members[0].sessions.held_choices == 0
 
 
 def test_what_no_instance_could_take_is_declined_here() -> None:
@@ -252,7 +253,7 @@ def test_what_no_instance_could_take_is_declined_here() -> None:
     assert huge.declined.code is RefusalCode.GROUP_TOO_LARGE
     many = world.ask(body("abc") * (membership.GROUP_MAX + 1))
     assert many.declined is not None
-    assert world.switch.router.open_requests == 0
+    assert world.sessions.router.open_requests == 0
 
 
 def test_what_its_own_clients_asked_of_an_instance_stays_there() -> None:
@@ -273,8 +274,8 @@ def test_an_instance_that_drains_takes_nothing_new_and_finishes_what_it_has() ->
     first = world.ask(body("abc", 2, max_tokens=20))
     while not first.tokens[0]:
         world.turn()
-    member = next(member for member in world.members if member.relay.open_requests)
-    member.say(member.relay.leave())
+    member = next(member for member in world.members if member.sessions.open_requests)
+    member.say(member.sessions.leave())
     world.turn()
     second = world.ask(body("xyz"))
     world.run()
@@ -290,8 +291,8 @@ def test_an_older_life_of_an_instance_is_fenced() -> None:
         world.turn()
     young, old = world.members
     world.break_line(old)
-    old.relay._join = msgspec.structs.replace(young.relay._join, incarnation=1)
-    young.relay._join = msgspec.structs.replace(young.relay._join, incarnation=2)
+    old.sessions._join = msgspec.structs.replace(young.sessions._join, incarnation=1)
+    young.sessions._join = msgspec.structs.replace(young.sessions._join, incarnation=2)
     world.break_line(young)
     for _ in range(5):
         world.turn()
@@ -303,7 +304,7 @@ def test_an_older_life_of_an_instance_is_fenced() -> None:
 
 
 class Script:
-    """A router that says what it is told to, and remembers what it heard."""
+    """A router that returns the effects it is given, and records its events."""
 
     def __init__(self) -> None:
         self.config = RouterConfig()
@@ -329,12 +330,12 @@ def which(number: int, choice: int) -> ChoiceAttempt:
 
 
 class Hand:
-    """A session with an instance that is played by hand, as far as one that has joined."""
+    """A session with an instance that the test plays, after the join."""
 
     def __init__(self, *held: HeldGroup, keep: Sequence[tuple[int, int, int]] = ()) -> None:
         self.router = Script()
-        self.switch = RouterSessions(self.router, "router")  # type: ignore[arg-type]
-        self.session = self.switch.connected(0)
+        self.sessions = RouterSessions(self.router, "router")  # type: ignore[arg-type]
+        self.session = self.sessions.connected(0)
         for message in (JOIN, *held):
             assert self.hear(message) == []
         kept = tuple((serial, which(number, choice)) for serial, number, choice in keep)
@@ -342,13 +343,13 @@ class Hand:
         self.router.heard.clear()
 
     def hear(self, message: FromInstance, *effects: RouterEffect) -> list[object]:
-        """What is said, and told to clients, after this."""
+        """Receive a message; returns the messages and client effects that follow."""
         self.router.says += effects
-        return self._plain(self.switch.heard(self.session, decode_from_instance(encode_membership(message)), 0))
+        return self._plain(self.sessions.receive(self.session, decode_from_instance(encode_membership(message)), 0))
 
     def want(self, *effects: RouterEffect) -> list[object]:
         self.router.says += effects
-        return self._plain(self.switch.tick(0))
+        return self._plain(self.sessions.tick(0))
 
     def _plain(self, acts: Sequence[object]) -> list[object]:
         return [act.message if isinstance(act, SayToInstance) else act for act in acts]
@@ -366,8 +367,8 @@ class Hand:
         assert self.news() == [AttemptAccepted(self.session, attempt(number))]
 
     def news(self) -> list[RouterEvent]:
-        """What the router heard since the last time; its ticks aside."""
-        heard = [event for event in self.router.heard if type(event).__name__ != "Due"]
+        """The router's events since the last call, ticks excluded."""
+        heard = [event for event in self.router.heard if not isinstance(event, DeadlineCame)]
         self.router.heard.clear()
         return heard
 
@@ -481,17 +482,17 @@ def test_of_what_was_held_the_kept_goes_on_and_the_rest_is_ended_or_forgotten() 
 
 def test_the_router_hears_what_was_held_and_is_told_of_phases_by_attempt() -> None:
     router = Script()
-    switch = RouterSessions(router, "router")  # type: ignore[arg-type]
-    session = switch.connected(0)
+    sessions = RouterSessions(router, "router")  # type: ignore[arg-type]
+    session = sessions.connected(0)
     for message in (JOIN, held_group(3, 4)):
-        switch.heard(session, message, 0)
+        sessions.receive(session, message, 0)
     router.says.append(AdmitInstance(session, ((4, which(2, 1)),)))
-    switch.heard(session, AllHeldSaid(), 0)
+    sessions.receive(session, AllHeldSaid(), 0)
     (joined,) = router.heard
     assert isinstance(joined, InstanceJoined)
     assert [(choice.serial, choice.choice, choice.tokens) for choice in joined.held] == [(3, 0, (7,)), (4, 1, (7,))]
     notes = ((3, "WAITING", 1), (4, "RUNNING_DECODE", 2), (5, "WAITING", 3))
-    switch.heard(session, HeartbeatMessage(GAUGES, 0, True, True, b"k" * 32, b"", notes), 0)
+    sessions.receive(session, HeartbeatMessage(GAUGES, 0, True, True, b"k" * 32, b"", notes), 0)
     beaten = router.heard[-1]
     assert isinstance(beaten, HeartbeatCame)
     assert beaten.sign.notes == (PhaseReport(which(2, 1), "RUNNING_DECODE", 2),)
@@ -501,25 +502,25 @@ def test_the_router_hears_what_was_held_and_is_told_of_phases_by_attempt() -> No
 
 def test_who_is_turned_away_is_told_why_and_not_heard_any_more() -> None:
     router = Script()
-    switch = RouterSessions(router, "router")  # type: ignore[arg-type]
-    session = switch.connected(0)
-    switch.heard(session, JOIN, 0)
+    sessions = RouterSessions(router, "router")  # type: ignore[arg-type]
+    session = sessions.connected(0)
+    sessions.receive(session, JOIN, 0)
     router.says.append(RejectInstance(session, "another model", False))
-    assert switch.heard(session, AllHeldSaid(), 0) == [
+    assert sessions.receive(session, AllHeldSaid(), 0) == [
         SayToInstance(session, TurnedAway("another model", False)),
         CloseConnection(session, "another model"),
     ]
     router.heard.clear()
-    assert switch.heard(session, Leaving(), 0) == switch.lost(session, "closed", 0) == []
+    assert sessions.receive(session, Leaving(), 0) == sessions.lost(session, "closed", 0) == []
     assert router.heard == []
-    assert switch.connected(0) != session
+    assert sessions.connected(0) != session
 
 
 def test_a_lost_session_is_told_of_once_and_not_heard_any_more() -> None:
     hand = Hand()
     hand.open_as(5, body("abc"), 8)
     for _ in range(2):
-        assert hand.switch.lost(hand.session, "reset", 0) == []
+        assert hand.sessions.lost(hand.session, "reset", 0) == []
     assert hand.hear(step([(8, [1])])) == []
     assert hand.news() == [InstanceLost(hand.session, "reset")]
     assert hand.want(CancelChoices(hand.session, attempt(5), (0,))) == [], "nobody is there to be told"
@@ -543,32 +544,32 @@ def test_a_lost_session_is_told_of_once_and_not_heard_any_more() -> None:
 )
 def test_a_session_that_does_not_begin_as_it_should_is_an_error(said: list[FromInstance]) -> None:
     router = Script()
-    switch = RouterSessions(router, "router")  # type: ignore[arg-type]
-    session = switch.connected(0)
+    sessions = RouterSessions(router, "router")  # type: ignore[arg-type]
+    session = sessions.connected(0)
     for message in said[:-1]:
-        switch.heard(session, message, 0)
+        sessions.receive(session, message, 0)
     with pytest.raises(WireError):
-        switch.heard(session, said[-1], 0)
-    assert switch.lost(session, "broken", 0) == []
+        sessions.receive(session, said[-1], 0)
+    assert sessions.lost(session, "broken", 0) == []
     assert router.heard == [], "the router never knew of it"
 
 
 def test_who_does_not_join_in_time_is_closed() -> None:
-    switch = RouterSessions(Script(), "router")  # type: ignore[arg-type]
-    silent, joined = switch.connected(5), Hand()
-    due_us = switch.next_deadline()
+    sessions = RouterSessions(Script(), "router")  # type: ignore[arg-type]
+    silent, joined = sessions.connected(5), Hand()
+    due_us = sessions.next_deadline()
     assert due_us == 5 + JOIN_US
-    assert switch.tick(due_us - 1) == []
-    assert [type(act) for act in switch.tick(due_us)] == [CloseConnection]
-    assert switch.heard(silent, JOIN, due_us) == []
-    assert switch.next_deadline() is None
-    assert joined.switch.tick(10 * JOIN_US) == joined.switch.tick(20 * JOIN_US) == []
+    assert sessions.tick(due_us - 1) == []
+    assert [type(act) for act in sessions.tick(due_us)] == [CloseConnection]
+    assert sessions.receive(silent, JOIN, due_us) == []
+    assert sessions.next_deadline() is None
+    assert joined.sessions.tick(10 * JOIN_US) == joined.sessions.tick(20 * JOIN_US) == []
 
 
 def test_every_turn_of_a_session_is_counted() -> None:
     hand, late = Hand(), RouterSessions(Script(), "router")  # type: ignore[arg-type]
-    hand.switch.lost(hand.session, "reset", 0)
-    taken = {turn for turn, times in hand.switch.turns().items() if times}
+    hand.sessions.lost(hand.session, "reset", 0)
+    taken = {turn for turn, times in hand.sessions.session_moves().items() if times}
     assert taken == {
         (RouterSessionState.NEW, RouterSessionMove.JOIN),
         (RouterSessionState.JOINING, RouterSessionMove.ADMIT),
@@ -576,19 +577,19 @@ def test_every_turn_of_a_session_is_counted() -> None:
     }
     late.connected(0)
     late.tick(JOIN_US)
-    assert late.turns()[RouterSessionState.NEW, RouterSessionMove.CLOSE] == 1
+    assert late.session_moves()[RouterSessionState.NEW, RouterSessionMove.CLOSE] == 1
 
 
 def test_more_held_groups_than_may_be_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("HELD_GROUPS_MAX", 1), ("HELD_BYTES_MAX", held_bytes(held_group(3)))):
         with monkeypatch.context() as patch:
             patch.setattr(f"baton.wire.router_sessions.{name}", value)
-            switch = RouterSessions(Script(), "router")  # type: ignore[arg-type]
-            session = switch.connected(0)
-            switch.heard(session, JOIN, 0)
-            switch.heard(session, held_group(3), 0)
+            sessions = RouterSessions(Script(), "router")  # type: ignore[arg-type]
+            session = sessions.connected(0)
+            sessions.receive(session, JOIN, 0)
+            sessions.receive(session, held_group(3), 0)
             with pytest.raises(WireError, match="held"):
-                switch.heard(session, held_group(4), 0)
+                sessions.receive(session, held_group(4), 0)
 
 
 def test_whatever_an_instance_tells_that_it_holds_a_router_takes_and_a_line_carries(
@@ -596,13 +597,13 @@ def test_whatever_an_instance_tells_that_it_holds_a_router_takes_and_a_line_carr
 ) -> None:
     for where in ("held_choices", "router_sessions"):
         monkeypatch.setattr(f"baton.wire.{where}.HELD_BYTES_MAX", 20_000)
-    relay = serving()
+    sessions = serving()
     for serial in range(20):
-        open_as(relay, asks(f"r{serial}", logprobs=1), serial, ticket=serial)
+        open_as(sessions, asks(f"r{serial}", logprobs=1), serial, ticket=serial)
         for _ in range(10):  # each row costs more than its numbers
-            relay.take(step([(serial, [7])], logprobs=(line(0, -1.0),)), 0)
-    relay.lost("cut", 0)
-    said = relay.opened(0)
+            sessions.take(step([(serial, [7])], logprobs=(line(0, -1.0),)), 0)
+    sessions.lost("cut", 0)
+    said = sessions.opened(0)
     assert 5 < len(said) < 20
     assert sum(len(encode_membership(message)) for message in said) <= 20_000
     hand = Hand(*(message for message in said if isinstance(message, HeldGroup)))
@@ -649,7 +650,7 @@ def test_an_instance_that_breaks_the_rules_is_an_error_and_the_router_hears_noth
     with pytest.raises(WireError):
         hand.hear(message)
     assert hand.news() == []
-    hand.switch.lost(hand.session, "broken", 0)
+    hand.sessions.lost(hand.session, "broken", 0)
     assert hand.news() == [InstanceLost(hand.session, "broken")]
 
 
@@ -729,31 +730,31 @@ def test_log_probabilities_come_with_their_tokens_and_name_tokens_only() -> None
 
 def test_what_a_broken_instance_had_goes_on_elsewhere() -> None:
     """The real router: after the error and the loss that follows it, the other instance gets what the first had."""
-    switch = RouterSessions(Router(RouterConfig(), b"secret", 1), "router")
-    sessions: list[Session] = []
+    sessions = RouterSessions(Router(RouterConfig(), b"secret", 1), "router")
+    numbers: list[Session] = []
     for name in ("d0", "d1"):
-        sessions.append(switch.connected(0))
-        switch.heard(sessions[-1], msgspec.structs.replace(JOIN, name=name), 0)
-        switch.heard(sessions[-1], AllHeldSaid(), 0)
-    number, acts = switch.submit("tenant", body("abc"), b"origin", 0)
+        numbers.append(sessions.connected(0))
+        sessions.receive(numbers[-1], msgspec.structs.replace(JOIN, name=name), 0)
+        sessions.receive(numbers[-1], AllHeldSaid(), 0)
+    number, acts = sessions.submit("tenant", body("abc"), b"origin", 0)
     (placed,) = [act for act in acts if isinstance(act, SayToInstance)]
-    switch.heard(placed.session, Accepted(0, (1,)), 0)
-    (came,) = [a for a in switch.heard(placed.session, step([(1, [7])]), 0) if isinstance(a, DeliverTokens)]
+    sessions.receive(placed.session, Accepted(0, (1,)), 0)
+    (came,) = [a for a in sessions.receive(placed.session, step([(1, [7])]), 0) if isinstance(a, DeliverTokens)]
     assert (came.request, came.tokens) == (number, [7])
     with pytest.raises(WireError):
-        switch.heard(placed.session, step([(1, [1000])]), 0)
-    again = [act for act in switch.lost(placed.session, "broken", 0) if isinstance(act, SayToInstance)]
+        sessions.receive(placed.session, step([(1, [1000])]), 0)
+    again = [act for act in sessions.lost(placed.session, "broken", 0) if isinstance(act, SayToInstance)]
     assert [act.session for act in again if isinstance(act.message, PlaceAttempt)] == [
-        session for session in sessions if session != placed.session
+        session for session in numbers if session != placed.session
     ]
     (place,) = [act.message for act in again if isinstance(act.message, PlaceAttempt)]
     assert np.frombuffer(place.group[0].generated, "<i4").tolist() == [7]
 
 
 def test_a_declined_body_is_told_with_its_number() -> None:
-    switch = RouterSessions(Router(RouterConfig(waiting_max=1, absent_us=1), b"secret", 1), "router")
-    first, _ = switch.submit("tenant", body("abc"), b"a", 0)
-    second, acts = switch.submit("tenant", body("xyz", 2), b"b", 0)
+    sessions = RouterSessions(Router(RouterConfig(waiting_max=1, absent_us=1), b"secret", 1), "router")
+    first, _ = sessions.submit("tenant", body("abc"), b"a", 0)
+    second, acts = sessions.submit("tenant", body("xyz", 2), b"b", 0)
     declined = [act for act in acts if isinstance(act, RequestDeclined)]
     assert first != second
     assert [act.request for act in declined] == [second]

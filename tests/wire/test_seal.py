@@ -1,4 +1,4 @@
-"""Two holders of a key hear each other, frame by frame; nobody else is believed, whatever he records, cuts or repeats."""
+"""Two holders of a key exchange frames; nobody without it is accepted, whatever is recorded, cut or repeated."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _acceptor(key: bytes = KEY, nonce: bytes = b"a" * NONCE_BYTES, name: str = "
 
 
 def _shake(connector: Seal, acceptor: Seal) -> tuple[bytes, bytes]:
-    """What each side said until both had nothing more to say."""
+    """Exchange handshake bytes until neither side has more; returns the bytes of each."""
     said = {connector: b"", acceptor: b""}
     while True:
         before = dict(said)
@@ -62,7 +62,7 @@ def _opened() -> tuple[Seal, Seal]:
 
 
 def _fault(seal: Seal, data: bytes) -> SealFault:
-    """Why the bytes are refused; after that the connection is dead."""
+    """The fault of these bytes; after it the connection is dead."""
     with pytest.raises(SealBroken) as broken:
         seal.take(data)
     assert seal.state is SealState.BROKEN
@@ -293,7 +293,7 @@ def test_every_flipped_bit_of_the_handshake_keeps_the_sides_apart() -> None:
 
 
 def _opens_with_a_flip(flipped: int, bit: int) -> bool:
-    """Whether the side that hears a flipped bit takes the other for proved."""
+    """Whether a side accepts the other's proof after a bit was flipped."""
     ends = (_connector(), _acceptor())
     at = [0, 0]
     for turn in range(4):

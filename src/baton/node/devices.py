@@ -1,7 +1,7 @@
-"""On which device an engine computes, and what it is asked for that this device does not have.
+"""The device an engine computes on, and the settings that a device cannot serve.
 
-Owns the answer to `--device auto` and every refusal that follows from a device. What the settings alone tell is told before
-anything slow happens (`check_device`); the rest when the engine has looked around (`choose_device`).
+Owns the answer to `--device auto` and every refusal that follows from a device. Refusals that follow from the settings alone
+come before anything slow (`check_device`); the others once the engine has looked for devices (`choose_device`).
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ DTYPES = {
     DeviceChoice.CUDA: ("float32", "bfloat16", "float16"),
 }
 CUDA_DRAFTS_MAX = 15
-"""So that what one sequence feeds is one tile of attention."""
+"""With at most 16 tokens per sequence, one decode is one tile of attention."""
 CUDA_NGRAM_MAX = 31
-"""So that the kernel can rank lengths and places by one number."""
+"""With at most 31, the kernel can rank matches by length and position in one number."""
 NAMES = {DeviceChoice.CPU: "CPU", DeviceChoice.CUDA: "CUDA"}
 
 
 @dataclass(frozen=True, slots=True)
 class HostDevices:
-    """What this process finds where it runs."""
+    """The devices available to this process."""
 
     sees_cuda: bool
-    """torch can compute on a CUDA device."""
+    """Whether torch can compute on a CUDA device."""
     has_triton: bool
 
 
-def look_around() -> HostDevices:
-    # Imported here because torch takes seconds, and who only checks settings must not pay for it.
+def find_devices() -> HostDevices:
+    # Imported here because torch takes seconds, which a check of settings must not cost.
     import torch
 
     return HostDevices(torch.cuda.is_available(), importlib.util.find_spec("triton") is not None)
 
 
 def check_device(settings: EngineSettings) -> None:
-    """Raises BadConfig for what is wrong on any machine."""
+    """Raise BadConfig for settings that are wrong on every machine."""
     if settings.device is not DeviceChoice.AUTO:
         _check_fits(settings, settings.device)
 
 
 def choose_device(settings: EngineSettings, machine: HostDevices) -> DeviceChoice:
-    """CPU or CUDA. Raises BadConfig where the one asked for is not there, or has not what is asked of it."""
+    """CPU or CUDA. Raises BadConfig where the chosen device is missing or does not support the settings."""
     check_device(settings)
     device = settings.device
     if device is DeviceChoice.AUTO:

@@ -2,10 +2,10 @@
 
     python -m baton.node.engine        settings come as JSON on standard input
 
-The loop hands in what has arrived, plans what is due, and waits for whatever comes next: a message of the front end, the end
-of a step, a peer, a transfer. Steps are collected, peers answered and KV moved on threads of their own, which put what they
-have into the inbox; only the loop touches the worker. The queue to the front end is bounded: when the front end does not
-drain it, the engine pauses. Standard input is also the life line: when it closes, the front end is gone and so are we.
+The loop takes in what has arrived, plans the next steps, and waits for the next event: a message of the front end, the end
+of a step, a peer's message, a transfer. Steps are collected, peers answered and KV moved on separate threads, which put
+their results into the inbox; only the loop touches the worker. The queue to the front end is bounded: when the front end
+does not drain it, the engine pauses. When standard input closes, the front end is gone and this process exits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import shutil
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -37,6 +36,7 @@ from baton.core.handover.messages import PeerEffect
 from baton.core.tiers.transfers import StorageEffect
 from baton.executor.contract import Executor
 from baton.kv.store import BadStore
+from baton.node.clock import monotonic_us
 from baton.node.engine_setup import build_executor, worker_config
 from baton.node.gc_pauses import freeze_gc
 from baton.node.handovers import open_handovers
@@ -62,44 +62,39 @@ from baton.wire.worker_messages import message_of
 log = logging.getLogger("baton.engine")
 
 QUEUED_MESSAGES_MAX = 1000
-"""Either way. A step is one message, so the engine is never more than this many steps ahead of the front end."""
+"""In each direction. A step is one message, so the engine is at most this many steps ahead of the front end."""
 MESSAGES_A_TURN = 256
-"""How many messages are taken in before the next step is planned."""
+"""Messages taken in before the next step is planned."""
 TICK_IN_FLIGHT_US = 20_000
-"""While a step computes there is nothing to plan, but leases, renewals with peers and time limits of hauls run on; they are
-looked at so often."""
+"""Interval at which leases, renewals and transfer timeouts are checked while a step computes."""
 PULSE_US = 100_000
-"""How often the front end gets a sign of life once it has asked for them."""
+"""Interval of pulses to the front end, once it has asked for them."""
 GAUGES_US = 50_000
-"""How old the front end's gauges may be when peers or hauls change them and no step does."""
+"""Age at which the front end's gauges are refreshed when peers or KV transfers change them and no step does."""
 TRAFFIC_US = 1_000_000
-"""How often the front end hears of refused connections and of bytes that came."""
-LAST_WORDS_MS = 1000
+"""Interval of the counts of refused connections and of received bytes."""
+FINAL_SEND_MS = 1000
 
 EXIT_FAILED = 1
-EXIT_ORPHANED = 3
+EXIT_NO_PARENT = 3
 
 _IPC = "ipc://"
 
 
-def monotonic_us() -> int:
-    return time.monotonic_ns() // 1000
-
-
 class PeerOrders(Protocol):
-    """What carries out orders that concern peers. Every method returns at once."""
+    """Carries out orders that concern peers. Every method returns at once."""
 
     def carry_out(self, effect: PeerEffect) -> None: ...
 
     def step_done(self, step: int) -> None: ...
 
-    def call(self, addresses: tuple[str, ...]) -> None: ...
+    def connect_to(self, addresses: tuple[str, ...]) -> None: ...
 
     def traffic(self) -> PeerTraffic: ...
 
 
 class StorageOrders(Protocol):
-    """What carries out orders that concern KV beyond the pool. Every method returns at once."""
+    """Carries out orders that concern KV beyond the pool. Every method returns at once."""
 
     def carry_out(self, effect: StorageEffect) -> None: ...
 
@@ -123,8 +118,8 @@ class EngineLoop:
         self._inbox = EngineInbox() if inbox is None else inbox
         self._handovers = handovers
         self._storage = storage
-        self._has_others = handovers is not None or storage is not None
-        """Somebody beside the executor has orders, with deadlines that run on while a step computes."""
+        self._has_services = handovers is not None or storage is not None
+        """Whether there are hand-overs or storage, whose deadlines run on while a step computes."""
         self._now_us = now_us
         self._driver = WorkerDriver(
             worker,
@@ -133,18 +128,18 @@ class EngineLoop:
             answer=self._answer,
             peers=None if handovers is None else handovers.carry_out,
             storage=None if storage is None else storage.carry_out,
-            tick_in_flight_us=TICK_IN_FLIGHT_US if self._has_others else None,
+            tick_in_flight_us=TICK_IN_FLIGHT_US if self._has_services else None,
         )
         self._collector = ThreadPoolExecutor(max_workers=1, thread_name_prefix="baton-collector")
         self._gauges_changed = False
-        """Others may have changed them since the front end was told."""
+        """Whether peers or storage may have changed the gauges since they were last sent."""
         self._traffic: dict[type[PeerTraffic | StoreTraffic], PeerTraffic | StoreTraffic] = {
             PeerTraffic: PeerTraffic({}, 0),
             StoreTraffic: StoreTraffic(),
         }
-        """What the front end was last told of it."""
+        """The counts last sent, by type."""
         self._report_us = 0
-        """When the front end is next told of what happened with others and in no step."""
+        """When counts and gauges changed outside of steps are next sent."""
         self._pulse_us: int | None = None
         """When the next Pulse is due; None until the front end asks for them."""
         self._poller = zmq.Poller()
@@ -156,35 +151,35 @@ class EngineLoop:
             self.turn()
 
     def turn(self) -> None:
-        """Take in what has arrived, plan what is due, then wait for whatever comes next."""
+        """Take in what has arrived, plan what is due, then wait for the next event."""
         self._take_messages()
         for item in self._inbox.take():
-            self._tell(self._event(item))
+            self._handle(self._event(item))
         now_us = self._now_us()
         if self._pulse_us is not None and self._pulse_us <= now_us:
-            self._beat(now_us)
+            self._send_pulse(now_us)
         if self._driver.is_due:
-            self._tell(Tick())
-        elif self._has_others and self._report_us <= now_us:
+            self._handle(Tick())
+        elif self._has_services and self._report_us <= now_us:
             self._report(now_us)
         else:
-            self._poller.poll(self._patience_ms(now_us))
+            self._poller.poll(self._poll_timeout_ms(now_us))
 
-    def _patience_ms(self, now_us: int) -> int | None:
-        dues = (self._driver.wake_us(), self._pulse_us, self._report_us if self._has_others else None)
-        until_us = min((due_us for due_us in dues if due_us is not None), default=None)
+    def _poll_timeout_ms(self, now_us: int) -> int | None:
+        deadlines = (self._driver.wake_us(), self._pulse_us, self._report_us if self._has_services else None)
+        until_us = min((due_us for due_us in deadlines if due_us is not None), default=None)
         return None if until_us is None else -(-(until_us - now_us) // 1000)
 
     def _report(self, now_us: int) -> None:
         self._report_us = now_us + TRAFFIC_US
         if self._gauges_changed:
             self._send(gauges_output(self._worker.gauges(), self._worker.scheduler.drafts()))
-        for others in (self._handovers, self._storage):
-            if others is not None and (traffic := others.traffic()) != self._traffic[type(traffic)]:
+        for service in (self._handovers, self._storage):
+            if service is not None and (traffic := service.traffic()) != self._traffic[type(traffic)]:
                 self._traffic[type(traffic)] = traffic
                 self._send(traffic)
 
-    def _beat(self, now_us: int) -> None:
+    def _send_pulse(self, now_us: int) -> None:
         self._pulse_us = now_us + PULSE_US
         self._send(pulse(self._worker.gauges(), self._driver.steps_in_flight > 0, self._worker.changes(now_us)))
 
@@ -194,31 +189,31 @@ class EngineLoop:
                 frame = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            # A frame that is no message ends the engine: dropping it would leave somebody waiting for ever.
+            # A malformed frame ends the engine: dropping it would leave a submitter waiting for ever.
             message = decode_to_engine(frame)
             if isinstance(message, PrefillPeerAddresses):
-                self._call(message.addresses)
+                self._connect_peers(message.addresses)
                 continue
-            self._tell(message)
+            self._handle(message)
             if isinstance(message, ReportChanges):
                 self._pulse_us = self._now_us()
 
-    def _call(self, addresses: tuple[str, ...]) -> None:
-        if self._handovers is not None:  # else this instance neither has peers nor needs them
-            self._handovers.call(addresses)
+    def _connect_peers(self, addresses: tuple[str, ...]) -> None:
+        if self._handovers is not None:  # otherwise this instance has no peers
+            self._handovers.connect_to(addresses)
 
     def _event(self, item: Item) -> Event:
         if isinstance(item, ThreadFailure):
             raise item.error
         if not isinstance(item, Future):
             return item
-        done = item.result()  # raises what the step raised
+        done = item.result()  # raises the step's exception
         if self._handovers is not None:
             self._handovers.step_done(done.result.step)
         return done
 
-    def _tell(self, event: Event) -> None:
-        if self._has_others and not self._gauges_changed:
+    def _handle(self, event: Event) -> None:
+        if self._has_services and not self._gauges_changed:
             self._gauges_changed = True
             self._report_us = min(self._report_us, self._now_us() + GAUGES_US)
         self._driver.handle(event)
@@ -241,7 +236,8 @@ class EngineLoop:
 
 
 def serve(settings: EngineSettings, socket: zmq.Socket[bytes], closing: contextlib.ExitStack) -> None:
-    """What is to be closed is left to `closing`: that may take a while, and the front end is to hear of our end before."""
+    """Resources are registered with `closing`, not closed here: closing may take a while, and the front end is told of a
+    failure first."""
     inbox = EngineInbox()
     end_with_threads(inbox)
     store = open_kv_store(settings)  # first: loading a model takes long, and the address may be wrong
@@ -274,7 +270,7 @@ def serve(settings: EngineSettings, socket: zmq.Socket[bytes], closing: contextl
 
 
 def end_with_threads(inbox: EngineInbox) -> None:
-    """A thread that ends with an exception ends the engine: without it we would look healthy and be of no use."""
+    """A thread that ends with an exception ends the engine: without that thread it would look healthy and serve nothing."""
     show = threading.excepthook
 
     def ended(what: threading.ExceptHookArgs) -> None:
@@ -285,26 +281,26 @@ def end_with_threads(inbox: EngineInbox) -> None:
 
 
 def _exit_with_front_end(folder: Path) -> None:
-    """Ends this process when standard input closes, whatever the main thread is doing, and tidies up for it."""
+    """End this process when standard input closes, whatever the main thread is doing, and remove the folder."""
     # Not through sys.stdin: its lock would be held when the main thread ends the process for another reason.
     while os.read(sys.stdin.fileno(), 4096):
         pass
     shutil.rmtree(folder, ignore_errors=True)
-    os._exit(EXIT_ORPHANED)
+    os._exit(EXIT_NO_PARENT)
 
 
 def main() -> None:
-    die_with_parent()  # who is stopped reads no life line
+    die_with_parent()  # a stopped front end does not close the pipe
     settings = decode_settings(sys.stdin.buffer.readline())
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
     if not settings.endpoint.startswith(_IPC):
         raise BadConfig(f"the endpoint {settings.endpoint!r} is no socket in a folder")
     folder = Path(settings.endpoint.removeprefix(_IPC)).parent
-    tempfile.tempdir = str(folder)  # the front end's, private and removed with it: we may end without a word
+    tempfile.tempdir = str(folder)  # the front end's private folder, removed with it: this process may end abruptly
     threading.Thread(target=_exit_with_front_end, args=(folder,), daemon=True).start()
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     socket.set_hwm(QUEUED_MESSAGES_MAX)
-    socket.setsockopt(zmq.LINGER, LAST_WORDS_MS)
+    socket.setsockopt(zmq.LINGER, FINAL_SEND_MS)
     socket.connect(settings.endpoint)
     serve_to_the_end(settings, socket)
 
@@ -314,13 +310,13 @@ def serve_to_the_end(settings: EngineSettings, socket: zmq.Socket[bytes]) -> Non
         try:
             serve(settings, socket, closing)
         except Exception as error:
-            # Not swallowed: the front end learns why, the traceback goes to the log, and the process ends with it.
+            # Reported, not swallowed: the front end gets the reason, the traceback goes to the log, and the process ends.
             reason = str(error) if isinstance(error, BatonError) else f"{type(error).__name__}: {error}"
             socket.send(encode_from_engine(FailedMessage(reason)))
             socket.close()
             socket.context.term()
             if isinstance(error, BatonError):
-                if not isinstance(error, BadStore):  # that one is the user's, to whom the front end says it
+                if not isinstance(error, BadStore):  # BadStore is a user's error, which the front end reports
                     log.error("%s", reason)
                 sys.exit(EXIT_FAILED)
             raise

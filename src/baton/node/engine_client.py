@@ -1,24 +1,15 @@
-"""The front end's side of an engine process: starts it, submits to it, hands tokens to the streams that wait for them.
+"""The front end's client of one engine: submits groups, passes each request's tokens to its stream.
 
-Implements `api.engine.Engine`. All methods run on one event loop. The RequestTable knows what is
-open and what a message means to it; here are the process, the socket and those who wait. When the process dies, every open
-stream and every pending submission ends with EngineDead and the reason.
+Implements `api.engine.Engine`. All methods run on one event loop. `EngineProcess` has the process and the socket, the
+RequestTable the state of every open ticket and request; here are the streams and the submitters that wait. When the engine
+dies, every open stream and every pending submission ends with EngineDead and the reason.
 """
 
 from __future__ import annotations
 
 import asyncio
-import shutil
-import sys
-import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Protocol
-
-import msgspec
-import zmq
-import zmq.asyncio
 
 from baton.api.engine import (
     EngineDead,
@@ -32,7 +23,7 @@ from baton.core.engine.gauges import DraftGauges, PeerTraffic, SchedulerGauges, 
 from baton.core.engine.orders import Accepted, Drain, Submit
 from baton.core.engine.request import Submission
 from baton.core.errors import Refusal, RefusalCode, Refused
-from baton.node.engine import QUEUED_MESSAGES_MAX, monotonic_us
+from baton.node.engine_process import EngineProcess
 from baton.node.settings import EngineSettings
 from baton.node.token_streams import BufferedTokenStream, ended_of, logprobs_of
 from baton.wire.engine_messages import (
@@ -44,7 +35,6 @@ from baton.wire.engine_messages import (
     RefusedMessage,
     StepOutput,
     ToEngine,
-    decode_from_engine,
     encode_to_engine,
     refused,
 )
@@ -59,12 +49,11 @@ from baton.wire.request_table import (
     StepColumns,
 )
 
-KILL_AFTER_S = 5.0
 BEHIND = Refusal(RefusalCode.QUEUE_FULL, "the engine does not keep up with its messages", retry_after_s=1)
 
 
 class EngineSharer(Protocol):
-    """Who else has requests at this engine, beside those who submit here: a router."""
+    """Another user of this engine besides the submitters of this process: a router."""
 
     @property
     def open_requests(self) -> int: ...
@@ -72,71 +61,49 @@ class EngineSharer(Protocol):
     def owns_ticket(self, ticket: int) -> bool: ...
 
     def split(self, output: StepOutput) -> tuple[StepOutput | None, StepOutput | None]:
-        """What of a step is theirs, and what is not."""
+        """Split a step into the sharer's part and the rest."""
 
     def take(self, message: Accepted | RefusedMessage | StepOutput) -> None:
-        """This is theirs."""
+        """Take a message that belongs to the sharer."""
 
-    def feel(self, pulse: Pulse) -> None: ...
+    def record_pulse(self, pulse: Pulse) -> None: ...
 
 
 class EngineClient:
     def __init__(self, settings: EngineSettings) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="baton-"))  # made with mode 0700: the socket is ours alone
-        self._settings = replace(settings, endpoint=f"ipc://{self._folder}/engine")
-        self._context: zmq.asyncio.Context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.set_hwm(QUEUED_MESSAGES_MAX)
-        self._socket.setsockopt(zmq.LINGER, 0)
+        self._settings = settings
+        self._process = EngineProcess(settings, self._take, self._die)
         self._table = RequestTable()
         self._sharer: EngineSharer | None = None
-        self._heard_us = monotonic_us()
-        """When the engine last said anything."""
         self._answers: dict[int, asyncio.Future[list[BufferedTokenStream[int]]]] = {}
-        """By ticket: what submitters wait for."""
+        """By ticket: the answers that submitters wait for."""
         self._streams: dict[int, BufferedTokenStream[int]] = {}
-        self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
-        """What goes to the engine, in order. Submissions are refused while it is long; stops and cancels never are."""
         self._ready: asyncio.Future[ReadyMessage] = asyncio.get_running_loop().create_future()
         self._dead = asyncio.Event()
-        self._fewer = asyncio.Event()
+        self._request_closed = asyncio.Event()
         """Set whenever a request may have closed."""
         self._death: str | None = None
-        self._last_words: str | None = None
         self._draining = False
-        self._stopping = False
         self._gauges = SchedulerGauges()
         self.tokens_made = 0
-        """Since the start, for whomever."""
+        """Since the start, of all submitters."""
         self._drafts = DraftGauges()
         self._traffic = PeerTraffic()
         self._store_traffic = StoreTraffic()
-        self._tasks: list[asyncio.Task[None]] = []
-        self._process: asyncio.subprocess.Process | None = None
         self.info = EngineInfo(context_tokens=0, vocabulary=0, slots=0, blocks=0, block_size=0)
         self.details = ""
         self.fingerprint = b""
         self.peer_address = ""
 
     def share(self, sharer: EngineSharer) -> None:
-        """From now on messages of the engine that are this one's go to it."""
+        """From now on pass messages that belong to the sharer to it."""
         self._sharer = sharer
 
-    # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── life cycle ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def start(self) -> None:
         """Start the process; `wait_ready` says when it serves."""
-        self._socket.bind(self._settings.endpoint)
-        self._process = process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "baton.node.engine", stdin=asyncio.subprocess.PIPE, start_new_session=True
-        )
-        if process.stdin is None:
-            raise EngineDead("the engine process has no standard input")
-        process.stdin.write(msgspec.json.encode(self._settings) + b"\n")
-        await process.stdin.drain()
-        self._tasks = [asyncio.create_task(work) for work in (self._receive(), self._post_all(), self._watch(process))]
-        for task in self._tasks:
-            task.add_done_callback(self._on_task_end)
+        await self._process.start()
 
     async def wait_ready(self) -> None:
         ready = await self._ready
@@ -162,38 +129,9 @@ class EngineClient:
         return self._death or ""
 
     async def close(self) -> None:
-        """Stop the process, by force where it does not go by itself, and give everything back."""
-        self._stopping = True
-        if self._process is not None:
-            await self._end_process(self._process)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        """Stop the process and end every open request."""
+        await self._process.close()
         self._die("the engine was stopped")
-        self._socket.close()
-        self._context.term()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    async def _end_process(self, process: asyncio.subprocess.Process) -> None:
-        if process.stdin is not None:
-            process.stdin.close()
-        try:
-            await asyncio.wait_for(process.wait(), KILL_AFTER_S)
-        except TimeoutError:
-            process.kill()
-            await process.wait()
-
-    async def _watch(self, process: asyncio.subprocess.Process) -> None:
-        code = await process.wait()
-        if not self._stopping:
-            # A last message may still be in the socket; it knows more than the exit status does.
-            await asyncio.sleep(0.05)
-            self._die(self._last_words or f"the engine process ended with status {code}")
-
-    def _on_task_end(self, task: asyncio.Task[None]) -> None:
-        """A fault of our own in talking to the engine is as final as the engine's death: nobody may wait for it."""
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._die(f"the front end cannot talk to the engine: {type(error).__name__}: {error}")
 
     def _die(self, reason: str) -> None:
         if self._death is not None:
@@ -207,7 +145,7 @@ class EngineClient:
         if not self._ready.done():
             self._ready.set_exception(EngineDead(reason))
         self._dead.set()
-        self._fewer.set()
+        self._request_closed.set()
 
     # ── the Engine protocol ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -236,18 +174,19 @@ class EngineClient:
 
     @property
     def silent_us(self) -> int:
-        """How long ago the engine gave its last sign of life."""
-        return monotonic_us() - self._heard_us
+        """Microseconds since the engine's last message."""
+        return self._process.silent_us
 
     async def wait_idle(self) -> None:
-        """Until no request is open, nor a hand-over to a peer, and what is being kept of KV is where it should be."""
+        """Wait until no request and no hand-over to a peer is open, and no KV is being copied to or from host memory or the
+        store."""
         while self.open_requests or self._gauges.handovers.open or self._gauges.storage.transfers:
-            self._fewer.clear()
-            await self._fewer.wait()
+            self._request_closed.clear()
+            await self._request_closed.wait()
 
     async def submit(self, group: Sequence[Submission], origin: OriginalRequest | None = None) -> list[TokenStream]:  # noqa: ARG002
         self._refuse_if_dead()
-        if self._is_behind:
+        if self._process.is_behind:
             raise Refused(BEHIND)
         message = self._table.submit(group)
         answer = self._answers[message.ticket] = asyncio.get_running_loop().create_future()
@@ -261,13 +200,13 @@ class EngineClient:
     def _send_or_refuse(self, message: Submit) -> None:
         frame = encode_to_engine(message)
         if len(frame) <= FRAME_BYTES_MAX:
-            self._outbox.put_nowait(frame)
+            self._process.send(frame)
             return
         text = f"the body makes a message of {len(frame)} bytes for the engine, which takes at most {FRAME_BYTES_MAX}"
-        self._take(refused(message.ticket, Refusal(RefusalCode.GROUP_TOO_LARGE, text)))  # in the engine's place
+        self._take(refused(message.ticket, Refusal(RefusalCode.GROUP_TOO_LARGE, text)))  # in place of the engine
 
     def _abandon(self, ticket: int, answer: asyncio.Future[list[BufferedTokenStream[int]]]) -> None:
-        """The client left before it had its streams: what the engine accepts must not run on for nobody."""
+        """The client left before it had its streams: requests that the engine accepts are aborted."""
         if not answer.done():
             self._table.abandon(ticket)
             del self._answers[ticket]
@@ -286,43 +225,29 @@ class EngineClient:
         self.post(Drain())
 
     def post(self, message: ToEngine | None) -> None:
-        """Send without waiting. None is an order that nobody needs any more."""
+        """Send without waiting; None is ignored."""
         if message is not None and self._death is None:
-            self._outbox.put_nowait(encode_to_engine(message))
+            self._process.send(encode_to_engine(message))
 
     def forward(self, message: ToEngine) -> None:
         """Send for a sharer. Where the engine is behind, a submission is refused in its place."""
-        if isinstance(message, Submit) and self._is_behind:
+        if isinstance(message, Submit) and self._process.is_behind:
             self._take(refused(message.ticket, BEHIND))
         else:
             self.post(message)
 
-    @property
-    def _is_behind(self) -> bool:
-        return self._outbox.qsize() > QUEUED_MESSAGES_MAX
-
     def _refuse_if_dead(self) -> None:
         if self._death is None:
             return
-        if self._draining:  # who comes while the server closes meets an end that was ordered, not a fault
+        if self._draining:  # while the server closes, the end was ordered and is not a fault
             raise Refused(Refusal(RefusalCode.DRAINING, "this instance is being stopped", retry_after_s=1))
         raise EngineDead(self._death)
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _post_all(self) -> None:
-        while True:
-            await self._socket.send(await self._outbox.get())
-
-    async def _receive(self) -> None:
-        while True:
-            message = decode_from_engine(await self._socket.recv())
-            self._heard_us = monotonic_us()  # here: not all that is taken in came from the engine
-            self._take(message)
-
     def _take(self, message: FromEngine) -> None:
         if isinstance(message, StepOutput):
-            self.tokens_made += len(message.tokens) // 4  # each has four bytes
+            self.tokens_made += len(message.tokens) // 4  # four bytes per token
             self._drafts = DraftGauges(message.draft_tokens, message.accepted_draft_tokens)
         if isinstance(message, StepOutput | Pulse):
             self._gauges = message.gauges
@@ -330,19 +255,19 @@ class EngineClient:
             self._traffic = message
         elif isinstance(message, StoreTraffic):
             self._store_traffic = message
-        own = message if self._sharer is None else _own(message, self._sharer)
+        own = message if self._sharer is None else _own_part(message, self._sharer)
         if own is not None:
             self._take_own(own)
-        self._fewer.set()
+        self._request_closed.set()
 
     def _take_own(self, message: FromEngine) -> None:
-        took = self._table.take(message)
-        for order in took.orders:
+        effects = self._table.take(message)
+        for order in effects.orders:
             self.post(order)
-        for news in took.news:
-            self._tell(news)
-        if took.step is not None:
-            self._deliver(took.step)
+        for news in effects.news:
+            self._handle_news(news)
+        if effects.step is not None:
+            self._deliver(effects.step)
 
     def _deliver(self, step: StepColumns) -> None:
         for row in step.rows():
@@ -350,26 +275,25 @@ class EngineClient:
             if row.ended is not None:
                 del self._streams[row.serial]
 
-    def _tell(self, news: News) -> None:
+    def _handle_news(self, news: News) -> None:
         match news:
             case GroupAccepted(ticket, serials):
-                # Made here, not by the submitter: a short answer may be over before the submitter wakes up.
+                # Made here, not by the submitter: a short request may end before the submitter wakes up.
                 streams = [BufferedTokenStream(self, serial) for serial in serials]
                 self._streams.update(zip(serials, streams, strict=True))
                 self._answers.pop(ticket).set_result(streams)
             case GroupDeclined(ticket, refusal):
                 self._answers.pop(ticket).set_exception(Refused(refusal))
             case EngineReady(ready):
-                # Now, not when somebody asks whether it is ready: newer ones may have come by then.
+                # Set here, not in `wait_ready`: newer gauges may have arrived by then.
                 self._gauges = ready.gauges
                 self._ready.set_result(ready)
             case EngineFailed(reason):
-                self._last_words = reason
                 self._die(reason)
 
 
-def _own(message: FromEngine, sharer: EngineSharer) -> FromEngine | None:
-    """What of a message is for those who submit here, after the sharer has had its part."""
+def _own_part(message: FromEngine, sharer: EngineSharer) -> FromEngine | None:
+    """The part of a message that belongs to the submitters here, after the sharer has taken its part."""
     match message:
         case StepOutput():
             theirs, own = sharer.split(message)
@@ -380,7 +304,7 @@ def _own(message: FromEngine, sharer: EngineSharer) -> FromEngine | None:
             sharer.take(message)
             return None
         case Pulse():
-            sharer.feel(message)
+            sharer.record_pulse(message)
             return None
         case _:
             return message

@@ -1,4 +1,4 @@
-"""An executor and a worker's configuration, made from the settings of an engine process."""
+"""Makes an executor and a worker's configuration from the settings of an engine process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from baton.core.engine.plan import StepPlan, StepResult
 from baton.executor.contract import Allocate, Executor, ExecutorShape, KvView, LayerDone, zeroed
 from baton.executor.drafts import DraftProposer, NaiveProposer, NgramProposer
 from baton.executor.scripted import ScriptedExecutor
-from baton.node.devices import choose_device, look_around
+from baton.node.devices import choose_device, find_devices
 from baton.node.scripted_text import BYTE_VOCABULARY
 from baton.node.settings import CPU_KV_BYTES, DeviceChoice, EngineSettings, SpeculateMethod
 
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 SCRIPTED_LAYERS = 4
-"""So that hand-overs of the scripted executor have layers to take apart."""
+"""Several, so that hand-overs of the scripted executor are sent by layer."""
 RENEWALS_A_LEASE = 4
 
 
 def build_executor(settings: EngineSettings, allocate: Allocate = zeroed) -> tuple[Executor, str]:
-    """The executor that the settings ask for, and a line about it for the operator."""
+    """The configured executor, and a line about it for the operator."""
     proposer = build_proposer(settings)  # first: loading a model takes long, and the settings may be wrong
     if settings.model_folder is None:
         return _scripted(settings, allocate), "scripted executor, no model"
-    device = choose_device(settings, look_around())
+    device = choose_device(settings, find_devices())
     if settings.threads is not None:
         import torch
 
@@ -71,7 +71,7 @@ def _on_cpu(settings: EngineSettings, folder: Path, proposer: DraftProposer, all
 
 
 def _on_cuda(settings: EngineSettings, folder: Path, proposer: DraftProposer) -> tuple[Executor, str]:
-    # Imported here because it imports triton, which is not everywhere.
+    # Imported here because it imports triton, which is not installed everywhere.
     from baton.executor.cuda.executor import TorchCudaExecutor
 
     executor = TorchCudaExecutor.load(
@@ -92,7 +92,7 @@ def _on_cuda(settings: EngineSettings, folder: Path, proposer: DraftProposer) ->
 
 
 def build_proposer(settings: EngineSettings) -> DraftProposer:
-    """Who guesses tokens, checked against the sizes that bound a decode."""
+    """The configured draft proposer, checked against the sizes that bound a decode."""
     if settings.burst > 1:
         _check_drafts(settings)
     if settings.speculate is not SpeculateMethod.NGRAM:
@@ -121,13 +121,13 @@ def _scripted(settings: EngineSettings, allocate: Allocate) -> Executor:
         context_tokens=settings.context_tokens or 8192,
         burst=settings.burst,
     )
-    # Under a router too, whatever the role: the instances of a fleet have one model.
+    # Also under a router, whatever the role: the instances of a fleet have one model.
     layers = 1 if settings.router is None and not settings.has_peers else SCRIPTED_LAYERS
     return PacedExecutor(ScriptedExecutor(shape, BYTE_VOCABULARY, layers, allocate), settings.step_ms / 1000)
 
 
 class PacedExecutor:
-    """Another executor whose steps take at least so long, their layers spread over that time."""
+    """Delays the steps of another executor to a minimum duration, with the layers spread over that time."""
 
     def __init__(self, inner: Executor, step_s: float) -> None:
         self._inner = inner
@@ -162,9 +162,9 @@ class PacedExecutor:
 
 
 def worker_config(settings: EngineSettings, shape: ExecutorShape, block_bytes: int = 0) -> WorkerConfig:
-    """`block_bytes`: of KV; 0 where the executor keeps none, and then there is none to keep elsewhere."""
+    """`block_bytes`: KV bytes of a block; 0 where the executor keeps no KV, and then none is stored elsewhere."""
     handover = _shared(settings, HandoverSettings) | {"renew_us": round(settings.lease_us / RENEWALS_A_LEASE)}
-    sizes = {"slots": shape.slots, "block_size": shape.block_size}  # the executor's own
+    sizes = {"slots": shape.slots, "block_size": shape.block_size}  # of the executor
     return WorkerConfig(
         **_shared(settings, SchedulerSettings) | sizes,
         blocks=shape.blocks,
@@ -177,7 +177,7 @@ def worker_config(settings: EngineSettings, shape: ExecutorShape, block_bytes: i
 
 
 def _shared(settings: EngineSettings, declared: type[DataclassInstance]) -> dict[str, Any]:
-    """The settings that are declared there."""
+    """The settings whose names are fields of `declared`."""
     return {field.name: getattr(settings, field.name) for field in fields(declared)}
 
 

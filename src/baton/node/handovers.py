@@ -1,6 +1,6 @@
-"""All that an instance with peers has beside its loop: sessions, transfers, and the log of hand-overs.
+"""The hand-over side of an instance with peers: sessions, transfers, and the log of hand-overs.
 
-One object for the engine loop, which gives it every order that concerns peers.
+The engine loop gives this one object every order that concerns peers.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ log = logging.getLogger("baton.handover")
 class HandoverService:
     def __init__(self, peers: PeerConnections, transfers: KvTransfers, address: str, details: str) -> None:
         self.address = address
-        """HOST:PORT where peers find us; empty where we call them."""
+        """HOST:PORT where peers connect to us; empty where we connect to them."""
         self.details = details
-        """For the operator: where peers find us, or whom we call."""
+        """For the operator: where peers connect, or which peers we connect to."""
         self._peers = peers
         self._transfers = transfers
 
     def carry_out(self, effect: PeerEffect) -> None:
         match effect:
             case Tell(peer, message):
-                self._peers.tell(peer, message)
+                self._peers.send(peer, message)
             case AttemptFailed(handover, fault):
                 level = (
                     logging.WARNING if fault.stage is PdStage.OFFER else logging.ERROR
@@ -49,8 +49,8 @@ class HandoverService:
             case _:
                 self._transfers.carry_out(effect)
 
-    def call(self, addresses: tuple[str, ...]) -> None:
-        self._peers.call(addresses)
+    def connect_to(self, addresses: tuple[str, ...]) -> None:
+        self._peers.connect_to(addresses)
 
     def step_done(self, step: int) -> None:
         self._transfers.step_done(step)
@@ -64,7 +64,7 @@ def open_handovers(settings: EngineSettings, executor: Executor, pool: PoolMemor
     transfers = KvTransfers(role, settings.transfer, memory, inbox.put, settings.peer_host)
     executor.on_layer = transfers.layer_done if role.gives else None
     listener = _listen(settings) if role.gives else None
-    me = LocalInstance(
+    local = LocalInstance(
         name=f"{role.name} {socket.gethostname()[:64]} {os.getpid()} {secrets.token_hex(4)}",
         incarnation=time.time_ns() // 1000,
         role=role,
@@ -72,7 +72,7 @@ def open_handovers(settings: EngineSettings, executor: Executor, pool: PoolMemor
         vocabulary=executor.vocabulary,
         cluster_key=settings.cluster_key,
     )
-    peers = PeerConnections(me, transfers, inbox, listener, settings.peers)
+    peers = PeerConnections(local, transfers, inbox, listener, settings.peers)
     address = "" if listener is None else _address(listener)
     return HandoverService(peers, transfers, address, _details(settings, address))
 

@@ -1,4 +1,5 @@
-"""What every server of ours has, whatever it serves: a port, an HTTP server, signals that mean drain, a log of its state."""
+"""The parts common to instance and router: a bound port, an HTTP server, signals that mean drain, a log of the engine's
+state."""
 
 from __future__ import annotations
 
@@ -22,12 +23,12 @@ from baton.executor.cache_folder import cache_folder
 from baton.node.peer_options import is_loopback, key_for
 
 Say = Callable[[str], None]
-"""Tells the operator a line."""
+"""Prints a line for the operator."""
 
 CONNECTIONS_CLOSE_S = 5
 CONNECTIONS_QUEUED = 2048
 STATE_LOG_S = 1.0
-"""Least time between two lines of the engine's state."""
+"""Least time in seconds between two log lines of the engine's state."""
 
 
 class CannotServe(BatonError):
@@ -42,18 +43,18 @@ def check_host(host: str, api_keys: Sequence[str]) -> None:
         )
 
 
-def door_key(host: str, text: str | None, file: str | None) -> bytes:
-    """The cluster key of one who lets instances in at that address."""
+def listener_key(host: str, text: str | None, file: str | None) -> bytes:
+    """The cluster key of a process that accepts instances at that address."""
     return key_for([host], text, file, cache_folder())
 
 
 def model_name(model: str) -> str:
-    """What a model is called in the API where nobody says otherwise."""
+    """The default name of a model in the API."""
     return Path(model).name.removesuffix(".gguf")
 
 
 def bind(host: str, port: int, option: str) -> socket.socket:
-    """Take the port before anything slow happens, so that a port in use is told at once."""
+    """Bind the port before anything slow happens, so that a port in use is reported at once."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -75,7 +76,7 @@ def url_of(listener: socket.socket) -> str:
 
 
 class HttpServer(uvicorn.Server):
-    """Uvicorn without its own signal handling: a signal means drain here, and whoever serves decides what that is."""
+    """Uvicorn without its own signal handling: here a signal means drain, and the service decides what that is."""
 
     def __init__(self, app: FastAPI) -> None:
         config = uvicorn.Config(
@@ -93,18 +94,18 @@ class HttpServer(uvicorn.Server):
         yield
 
     def start(self, listener: socket.socket) -> asyncio.Task[None]:
-        """From here on nobody is turned away. `should_exit` ends it."""
+        """Start to serve; from here on no connection is refused. `should_exit` ends it."""
         listener.listen(CONNECTIONS_QUEUED)
         return asyncio.create_task(self.serve(sockets=[listener]))
 
 
 class StopSignals:
-    """SIGTERM and Ctrl-C: the first means drain, the second at once."""
+    """SIGTERM and Ctrl-C: the first means drain, the second stop at once."""
 
     def __init__(self) -> None:
         self.stop = asyncio.Event()
         self.at_once = asyncio.Event()
-        self._came = 0
+        self._count = 0
 
     def listen(self) -> None:
         loop = asyncio.get_running_loop()
@@ -112,23 +113,23 @@ class StopSignals:
             loop.add_signal_handler(number, self._on_signal)
 
     def _on_signal(self) -> None:
-        self._came += 1
+        self._count += 1
         self.stop.set()
-        if self._came > 1:
+        if self._count > 1:
             self.at_once.set()
 
 
 @contextlib.asynccontextmanager
 async def state_logged(engine: Engine, tokens: Callable[[], int]) -> AsyncIterator[None]:
-    """Inside, the engine's state is logged again and again; not even looked at where the level hides it."""
+    """Log the engine's state periodically inside this context, unless the log level hides it."""
     if not state_log.isEnabledFor(logging.INFO):
         yield
         return
-    logging_it = asyncio.create_task(_log_state(StateLog(engine, tokens, time.monotonic())))
+    task = asyncio.create_task(_log_state(StateLog(engine, tokens, time.monotonic())))
     try:
         yield
     finally:
-        logging_it.cancel()
+        task.cancel()
 
 
 async def _log_state(log: StateLog) -> None:

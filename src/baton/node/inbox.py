@@ -1,7 +1,7 @@
-"""What other threads of the engine process have for its loop, in the order it came, and the bell that wakes the loop.
+"""The queue from other threads of the engine process to its loop, in order of arrival, with a pipe that wakes the loop.
 
-Putting never blocks and may happen on any thread; taking is the loop's alone. Nothing is lost and nothing is bounded here:
-how much may wait is the business of those who put (steps in flight, peers, transfers, hauls), who may ask `len`.
+Putting never blocks and is possible on any thread; only the loop takes. Nothing is dropped and nothing is bounded here: the
+producers (steps in flight, peers, transfers) bound what they put, and may ask `len`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from baton.core.tiers.transfers import StorageEvent
 
 @dataclass(frozen=True, slots=True)
 class ThreadFailure:
-    """A thread that must not end has ended with this; so does the engine."""
+    """A thread that must not end has ended with this error; the engine ends too."""
 
     error: BaseException
 
@@ -30,29 +30,29 @@ Item = Future[StepDone] | PeerEvent | StorageEvent | ThreadFailure
 class EngineInbox:
     def __init__(self) -> None:
         self._items: deque[Item] = deque()
-        self._ear, self._bell = os.pipe()
-        os.set_blocking(self._ear, False)
-        os.set_blocking(self._bell, False)
+        self._read_end, self._write_end = os.pipe()
+        os.set_blocking(self._read_end, False)
+        os.set_blocking(self._write_end, False)
 
     def __len__(self) -> int:
         return len(self._items)
 
     def fileno(self) -> int:
-        """Readable while something may be waiting."""
-        return self._ear
+        """Readable while items may be waiting."""
+        return self._read_end
 
     def put(self, item: Item) -> None:
         self._items.append(item)
-        with contextlib.suppress(BlockingIOError):  # so many rings are unheard that one more would say nothing
-            os.write(self._bell, b"!")
+        with contextlib.suppress(BlockingIOError):  # the pipe is full: the loop will wake anyway
+            os.write(self._write_end, b"!")
 
     def take(self) -> list[Item]:
-        """Everything that has come so far."""
-        # The bell before the items: what is put from here on rings again.
+        """All items put so far."""
+        # The pipe is drained before the items are taken: what is put from here on wakes the loop again.
         with contextlib.suppress(BlockingIOError):
-            os.read(self._ear, 4096)
+            os.read(self._read_end, 4096)
         return [self._items.popleft() for _ in range(len(self._items))]
 
     def close(self) -> None:
-        os.close(self._ear)
-        os.close(self._bell)
+        os.close(self._read_end)
+        os.close(self._write_end)

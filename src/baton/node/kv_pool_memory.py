@@ -1,8 +1,8 @@
-"""The memory of an instance's KV: where the pool lies, what a block of it is, and how blocks are reached.
+"""The memory of an instance's KV: where the pool is allocated, the layout of its blocks, and access to them.
 
-A pool in host memory is what transfers read and write themselves; it lies where a peer on this host may map it if we send
-it. For one on a device they have a *mirror* in host memory, with the same block ids and offsets, which costs what is under
-way.
+Transfers read and write a pool in host memory directly; it is allocated where a peer on this host can map it if we send. For
+a pool on a device, transfers use a *mirror* in host memory with the same block ids and offsets; it takes memory only for
+blocks under transfer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class PoolMemory:
         self._fd: int | None = None
 
     def allocate(self, size: int) -> npt.NDArray[np.uint8]:
-        """For an executor whose pool is in host memory."""
+        """Allocate a pool in host memory, for an executor."""
         if not self._shares:
             return zeroed(size)
         shared = shared_bytes(size)
@@ -33,7 +33,7 @@ class PoolMemory:
         return shared.array
 
     def of(self, executor: Executor) -> KvMemory:
-        """What transfers work on. Once an executor: a mirror is made here."""
+        """The KV memory for transfers. Call once per executor: a mirror is made here."""
         layout, kv = layout_of(executor), executor.kv
         if kv.device is not None:
             return allocate_mirror(layout, kv.device, kv.device)

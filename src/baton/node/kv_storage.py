@@ -1,8 +1,7 @@
 """KV beyond the pool: host memory, the threads that copy to and from it, and the store behind it.
 
-One object for the engine loop, which gives it every order that concerns them, and hears through the inbox what came of it.
-Also here: what of a store's settings can be told wrong before anything slow happens, and how its first opening is waited for
-no longer than a moment.
+The engine loop gives this one object every order that concerns them, and gets the results through the inbox. Also here: the
+checks of a store's settings that need nothing slow, and the bounded wait for a store's first opening.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from baton.wire.envelope import EnvelopeFlaw
 log = logging.getLogger("baton.store")
 
 OPENING_S = 5.0
-"""How long the start waits for the store. What takes longer is gone on with while we serve."""
+"""Seconds that the start waits for the store. A slower opening continues while we serve."""
 PROBE = f"{'0' * 16}/{'0' * 32}"
-"""The name of no object: to learn whether the store answers."""
+"""A name that no object has: reading it tests whether the store answers."""
 
 
 def check_storage(settings: EngineSettings) -> None:
-    """Raises BadConfig or BadStore for what cannot work."""
+    """Raise BadConfig or BadStore for settings that cannot work."""
     if settings.kv_store is not None:
         parse_url(settings.kv_store)
     elif settings.kv_store_limit_bytes is not None:
@@ -49,7 +48,7 @@ def check_storage(settings: EngineSettings) -> None:
 
 class KvStorage:
     def __init__(self, blocks: BlockAccess, layout: KvLayout, rows: int, store: Store | None, report: Report) -> None:
-        """`rows` of host memory, of the kind that suits the blocks. The store is closed with us."""
+        """`rows` of host memory, allocated by `blocks`. Closing this closes the store."""
         host = HostMemory(rows, layout.block_bytes, blocks.allocate)
         self._report = report
         self._copier = HostCopier(blocks, host, report)
@@ -59,17 +58,17 @@ class KvStorage:
         match effect:
             case CopyOut() | CopyIn():
                 self._copier.copy(effect)
-            case FenceTransfer(haul):
-                self._fence(haul)
+            case FenceTransfer(transfer):
+                self._fence(transfer)
             case _:
                 if self._store_transfers is None:
                     raise InvariantViolated(f"haul {effect.transfer} is for a store, and there is none")
                 self._store_transfers.start(effect)
 
-    def _fence(self, haul: TransferId) -> None:
-        known = self._copier.fence(haul) or (self._store_transfers is not None and self._store_transfers.fence(haul))
-        if not known:  # it is over: whatever was said of it stands
-            self._report(TransferFenced(haul))
+    def _fence(self, transfer: TransferId) -> None:
+        known = self._copier.fence(transfer) or (self._store_transfers is not None and self._store_transfers.fence(transfer))
+        if not known:  # the order is over and was answered
+            self._report(TransferFenced(transfer))
 
     def traffic(self) -> StoreTraffic:
         tally = StoreTally() if self._store_transfers is None else self._store_transfers.tally()
@@ -80,7 +79,7 @@ class KvStorage:
             fetched_bytes=tally.fetched_bytes,
             missing_blocks=tally.missing_blocks,
             errors=tally.errors,
-            # All flaws from the start: a rate over a series that is not there yet misses its first event.
+            # All flaws from the start: a rate over a series that does not exist yet misses its first event.
             bad_blocks={} if self._store_transfers is None else dict.fromkeys(EnvelopeFlaw, 0) | dict(tally.bad),
         )
 
@@ -92,7 +91,7 @@ class KvStorage:
 
 @dataclass
 class _Opening:
-    """What became of the first opening, for whoever waits."""
+    """The result of the first opening."""
 
     store: LazyStore
     trouble: BadStore | StoreFailed | None = None
@@ -109,7 +108,8 @@ class _Opening:
 
 
 def open_kv_store(settings: EngineSettings, wait_s: float = OPENING_S) -> Store | None:
-    """The store, if there is to be one. Raises BadStore where there cannot be; one that is down now may come up later."""
+    """Open the store, if one is configured. Raises BadStore where it is unusable; one that is only down may come up
+    later."""
     if settings.kv_store is None:
         return None
     url = parse_url(settings.kv_store)
@@ -127,6 +127,6 @@ def open_kv_store(settings: EngineSettings, wait_s: float = OPENING_S) -> Store 
 
 
 def describe(settings: EngineSettings, rows: int) -> str:
-    """For the operator."""
+    """A description for the operator."""
     where = "" if settings.kv_store is None else f", KV store {parse_url(settings.kv_store)}"
     return f"{rows} blocks in host memory{where}"

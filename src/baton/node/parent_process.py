@@ -1,7 +1,7 @@
-"""A process that must not outlive the one that started it.
+"""Ends a process together with the one that started it.
 
-Promises that the kernel ends this process (SIGKILL, so also while it is stopped) when its parent ends, however that ends.
-Elsewhere than on Linux there is nothing to ask, and the pipe that each of our processes watches has to do.
+The kernel ends this process (SIGKILL, so also while it is stopped) when its parent ends, however that ends. Only Linux
+offers this; elsewhere the pipe that each of our processes watches is the only means.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """For a process to call as early as it can; where its parent is gone already, it ends here."""
+    """Call as early as possible; where the parent is gone already, the process ends here."""
     bound_to(os.getppid())()
 
 
 def bound_to(parent: int) -> Callable[[], None]:
-    """What a child of `parent` calls between fork and exec. All that it needs is looked up here, before the fork."""
+    """The function for a child of `parent` to call between fork and exec. All that it needs is looked up before the fork."""
     if sys.platform != "linux":
         return _nothing
     set_option = ctypes.CDLL(None, use_errno=True).prctl
@@ -29,7 +29,7 @@ def bound_to(parent: int) -> Callable[[], None]:
 
     def bind() -> None:
         set_option(*arguments)
-        if os.getppid() != parent:  # it ended before the kernel knew
+        if os.getppid() != parent:  # the parent ended before the kernel was told
             os._exit(1)
 
     return bind

@@ -1,7 +1,7 @@
-"""Which options of an instance with peers or a router go together, and the key that it shares with them.
+"""Checks which options of an instance with peers or a router go together, and finds the key that it shares with them.
 
-Refuses what contradicts itself, by the names of the options, before anything slow happens. On one machine no key needs to be
-given: one is made and kept in the cache folder, readable by this user alone. Beyond loopback a key must be given.
+Refuses contradictions, by the names of the options, before anything slow happens. On one machine no key needs to be given:
+one is made and kept in the cache folder, readable by this user alone. Beyond loopback a key must be given.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _check_peer(peer: str, engine: EngineSettings) -> None:
 
 
 def split_address(option: str, address: str) -> tuple[str, int]:
-    """HOST:PORT or [HOST]:PORT, taken apart; the option is named where it is neither."""
+    """Split HOST:PORT or [HOST]:PORT; the error names the option."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise BadPairing(f"{option} {address} is not HOST:PORT, such as 127.0.0.1:8100")
@@ -108,7 +108,7 @@ def split_address(option: str, address: str) -> tuple[str, int]:
 
 
 def cluster_key(engine: EngineSettings, text: str | None, file: str | None, folder: Path) -> bytes:
-    """The key of an instance; empty where nobody proves anything to it, nor it to anybody, and none is given."""
+    """The key of an instance; empty where none is given and none is needed."""
     hosts = [engine.peer_host] if engine.has_peers else []
     hosts += [split_address("--peer", peer)[0] for peer in engine.peers]
     if engine.router is not None:
@@ -119,7 +119,7 @@ def cluster_key(engine: EngineSettings, text: str | None, file: str | None, fold
 
 
 def key_for(hosts: Iterable[str], text: str | None, file: str | None, folder: Path) -> bytes:
-    """The key as it was given; or, where all these hosts are this machine, the one that it keeps for itself."""
+    """The given key; or, where all these hosts are this machine, the one kept on this machine."""
     if text is not None and file is not None:
         raise BadPairing("--cluster-key and --cluster-key-file are both given; one of them is enough")
     if file is not None:

@@ -1,16 +1,15 @@
-"""One connection with a peer: from strangers to a session in which messages go both ways, and its end.
+"""One connection with a peer: from the handshake to a session in which messages go both ways, and its end.
 
-    TCP bytes ── node.line ── wire.link ── registration, then peer messages
+    TCP bytes ── wire.seal ── wire.link ── registration, then peer messages
 
-Owns what may be said in a connection when. Promises that nothing is heard before the other side has proved that it holds the
-cluster key and both have found that their KV fits, that everything said is bounded, and that whatever else arrives ends the
-connection with a reason, and nothing but the connection. All of it runs on one event loop.
+Owns the order of messages in a connection. Promises that no message is passed on before the other side has proved that it
+holds the cluster key and both have accepted each other's KV layout, that everything sent is bounded, and that invalid input
+ends the connection with a reason, and nothing but the connection. Runs on one event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 from typing import Protocol
@@ -18,6 +17,7 @@ from typing import Protocol
 from baton.core.config import Role
 from baton.core.handover.messages import Ask, Commit, PeerId, PeerMessage
 from baton.kv.transfer_contract import KvLayout
+from baton.node.clock import monotonic_us
 from baton.node.sealed_connection import ConnectionEnd, ConnectionFault, SealedConnection
 from baton.wire.engine_messages import WireError
 from baton.wire.link import PACKET_BYTES_MAX, Acceptor, Initiator, LinkConfig, LinkFull, Lost, Opened, Replaced, Took
@@ -27,8 +27,8 @@ from baton.wire.peer_messages import (
     Registration,
     Unfit,
     decode_registration,
-    decode_to_giver,
-    decode_to_taker,
+    decode_to_decode_side,
+    decode_to_prefill_side,
     encode_peer,
     encode_registration,
 )
@@ -36,23 +36,23 @@ from baton.wire.peer_messages import (
 LINK = LinkConfig(
     heartbeat_us=500_000, silent_us=2_500_000, acceptor_silent_us=2_500_000, resend_us=1_000_000, resend_us_max=2_000_000
 )
-"""TCP repeats what is lost; here only silence counts, and a peer on a busy machine may be late."""
+"""TCP retransmits losses; here only silence counts, and a peer on a busy machine may be late."""
 TICK_S = 0.1
 CONNECT_S = 5.0
 REGISTER_S = 5.0
-"""How long a connection may take to become a session."""
+"""Seconds that a connection may take to become a session."""
 
 
 class SessionFault(StrEnum):
-    """Why a connection ended that should not have, beside the faults of a seal and of a line."""
+    """Why a connection ended abnormally, besides the faults of the seal and the link."""
 
     UNFIT = "unfit"
     FLOODING = "flooding"
-    """It says more than the engine takes."""
+    """It sends more than the engine takes."""
 
 
 class SessionStage(Enum):
-    STRANGER = "stranger"
+    UNPROVED = "stranger"
     REGISTERING = "registering"
     OPEN = "open"
     OVER = "over"
@@ -60,7 +60,7 @@ class SessionStage(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LocalInstance:
-    """What this instance is to its peers."""
+    """The identity and layout that this instance registers with."""
 
     name: str
     incarnation: int
@@ -74,162 +74,158 @@ class LocalInstance:
 class SessionEnd:
     was: SessionStage
     fault: str | None
-    """Set where the other side is to blame."""
+    """Set where the other side is at fault."""
     reason: str
 
 
 class SessionEvents(Protocol):
-    """Where sessions live: told what becomes of each."""
+    """Receives the events of sessions."""
 
-    def arrived(self, session: PeerSession) -> None:
-        """Its connection is there."""
+    def connected(self, session: PeerSession) -> None:
+        """The connection is made; nothing is proved yet."""
 
     def transfers_for(self, session: PeerSession) -> tuple[str, ...]:
-        """Where this peer shall send KV."""
+        """The addresses to which this peer shall send KV."""
 
     def unfit(self, session: PeerSession, register: Register) -> str | None:
-        """Why this peer and we cannot hand over to each other."""
+        """Why this peer and we cannot hand over to each other; None where we can."""
 
     def opened(self, session: PeerSession) -> None: ...
 
-    def heard(self, session: PeerSession, message: PeerMessage) -> bool:
-        """False when no more can be taken."""
+    def received(self, session: PeerSession, message: PeerMessage) -> bool:
+        """Returns False when no more can be taken."""
 
     def ended(self, session: PeerSession, end: SessionEnd) -> None:
-        """Once, for each session that arrived."""
-
-
-def now_us() -> int:
-    return time.monotonic_ns() // 1000
+        """Called once for each session that `connected` was called for."""
 
 
 class PeerSession:
-    def __init__(self, me: LocalInstance, house: SessionEvents, called: PeerId | None) -> None:
-        """`called` is whom we called; None when we were called."""
-        self.stage = SessionStage.STRANGER
+    def __init__(self, local: LocalInstance, events: SessionEvents, dialed: PeerId | None) -> None:
+        """`dialed` is the peer we connected to; None when it connected to us."""
+        self.stage = SessionStage.UNPROVED
         self.over: asyncio.Future[SessionEnd] = asyncio.get_running_loop().create_future()
-        self.called = called
-        self.line = SealedConnection(
-            me.cluster_key, me.name, self, calls=called, handshake_s=REGISTER_S, frame_bytes_max=PACKET_BYTES_MAX
+        self.dialed = dialed
+        self.connection = SealedConnection(
+            local.cluster_key, local.name, self, connects_to=dialed, handshake_s=REGISTER_S, frame_bytes_max=PACKET_BYTES_MAX
         )
-        self._me = me
-        self._house = house
-        self._link = Initiator(now_us(), LINK) if called is not None else Acceptor(me.incarnation, LINK)
-        self.peer = called or PeerId("")
-        """What this instance calls the other side; of one that called us, once it has proved itself."""
+        self._local = local
+        self._events = events
+        self._link = Initiator(monotonic_us(), LINK) if dialed is not None else Acceptor(local.incarnation, LINK)
+        self.peer = dialed or PeerId("")
+        """The id of the other side; of one that connected to us, known once it has proved itself."""
         self._fits = self._is_accepted = False
         """We have accepted them; they have accepted us."""
 
-    # ── the line's house ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── events of the connection ─────────────────────────────────────────────────────────────────────────────────────────
 
-    def arrived(self, line: SealedConnection) -> None:  # noqa: ARG002
-        self._house.arrived(self)
+    def connected(self, connection: SealedConnection) -> None:  # noqa: ARG002
+        self._events.connected(self)
         loop = asyncio.get_running_loop()
-        loop.call_later(REGISTER_S, self._demand_registration)
+        loop.call_later(REGISTER_S, self._on_register_timeout)
         loop.call_later(TICK_S, self._tick)
 
-    def opened(self, line: SealedConnection) -> None:
+    def opened(self, connection: SealedConnection) -> None:
         self.stage = SessionStage.REGISTERING
-        if self.called is None:
-            self.peer = PeerId(line.peer)
+        if self.dialed is None:
+            self.peer = PeerId(connection.peer)
         if isinstance(self._link, Initiator):
-            self._post(self._link.open(now_us()))
+            self._send_packets(self._link.open(monotonic_us()))
             self._register()
 
-    def heard(self, line: SealedConnection, frame: bytes) -> None:
+    def received(self, connection: SealedConnection, frame: bytes) -> None:
         try:
-            self._act(self._link.take(frame, now_us()))
+            self._handle(self._link.take(frame, monotonic_us()))
         except LinkFull as full:
-            line.end(ConnectionFault.NOT_READING, str(full))
+            connection.abort(ConnectionFault.NOT_READING, str(full))
 
-    def ended(self, line: SealedConnection, end: ConnectionEnd) -> None:  # noqa: ARG002
+    def ended(self, connection: SealedConnection, end: ConnectionEnd) -> None:  # noqa: ARG002
         was, self.stage = self.stage, SessionStage.OVER
         final = SessionEnd(was, end.fault, end.reason)
-        self._house.ended(self, final)
+        self._events.ended(self, final)
         self.over.set_result(final)
 
-    # ── what we say ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── sending ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def send(self, message: PeerMessage) -> None:
         if self.stage is SessionStage.OPEN:
             try:
-                self._push(encode_peer(message))
+                self._send_frame(encode_peer(message))
             except LinkFull as full:
-                self.end(ConnectionFault.NOT_READING, str(full))
+                self.close(ConnectionFault.NOT_READING, str(full))
 
-    def end(self, fault: str | None, reason: str) -> None:
-        """Close the connection. What was written is waited for only where it says why."""
+    def close(self, fault: str | None, reason: str) -> None:
+        """Close the connection; after an Unfit, only once the other side has read it."""
         if fault is SessionFault.UNFIT:
-            self.line.part(reason, fault)
+            self.connection.close(reason, fault)
         else:
-            self.line.end(fault, reason)
+            self.connection.abort(fault, reason)
 
     def _register(self) -> None:
-        me, layout = self._me, self._me.layout
-        self._say(
+        local, layout = self._local, self._local.layout
+        self._send_registration(
             Register(
-                name=me.name,
-                incarnation=me.incarnation,
-                role=me.role.name,
+                name=local.name,
+                incarnation=local.incarnation,
+                role=local.role.name,
                 fingerprint=layout.fingerprint,
                 dtype=layout.dtype,
                 block_size=layout.block_size,
                 layer_bytes=layout.layer_bytes,
-                transfers=self._house.transfers_for(self),
+                transfers=self._events.transfers_for(self),
             )
         )
 
-    def _say(self, message: Registration) -> None:
-        self._push(encode_registration(message))
+    def _send_registration(self, message: Registration) -> None:
+        self._send_frame(encode_registration(message))
 
-    def _push(self, frame: bytes) -> None:
-        self._post(self._link.send(frame, now_us()))
+    def _send_frame(self, frame: bytes) -> None:
+        self._send_packets(self._link.send(frame, monotonic_us()))
 
-    def _post(self, packets: list[bytes]) -> None:
-        self.line.send(packets)
+    def _send_packets(self, packets: list[bytes]) -> None:
+        self.connection.send(packets)
 
-    # ── what we hear ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── receiving ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _act(self, took: Took) -> None:
+    def _handle(self, took: Took) -> None:
         for news in took.news:
             match news:
                 case Opened():
                     if isinstance(self._link, Acceptor):
                         self._register()
                 case Lost(_, reason):
-                    self._post(took.packets)
-                    self.end(None, reason)
+                    self._send_packets(took.packets)
+                    self.close(None, reason)
                 case Replaced():
-                    self.end(ConnectionFault.MALFORMED, "a second session in one connection")
-        self._post(took.packets)
+                    self.close(ConnectionFault.MALFORMED, "a second session in one connection")
+        self._send_packets(took.packets)
         for frame in took.frames:
             if self.stage is SessionStage.REGISTERING:
-                self._hear_registration(decode_registration(frame))
+                self._receive_registration(decode_registration(frame))
             elif self.stage is SessionStage.OPEN:
-                self._hear(decode_to_giver(frame) if self._me.role.gives else decode_to_taker(frame))
+                self._receive(decode_to_prefill_side(frame) if self._local.role.gives else decode_to_decode_side(frame))
 
-    def _hear_registration(self, message: Registration) -> None:
+    def _receive_registration(self, message: Registration) -> None:
         match message:
             case Register():
-                reason = self._house.unfit(self, message)
+                reason = self._events.unfit(self, message)
                 if reason is None:
                     self._fits = True
-                    self._say(Registered())
+                    self._send_registration(Registered())
                 else:
-                    self._say(Unfit(reason))
-                    self.end(SessionFault.UNFIT, reason)
+                    self._send_registration(Unfit(reason))
+                    self.close(SessionFault.UNFIT, reason)
             case Registered():
                 self._is_accepted = True
             case Unfit(reason):
-                self.end(SessionFault.UNFIT, f"the other side says: {reason}")
+                self.close(SessionFault.UNFIT, f"the other side says: {reason}")
         if self._fits and self._is_accepted and self.stage is SessionStage.REGISTERING:
             self.stage = SessionStage.OPEN
-            self._house.opened(self)
+            self._events.opened(self)
 
-    def _hear(self, message: PeerMessage) -> None:
-        _check_tokens(message, self._me.vocabulary)
-        if not self._house.heard(self, message):
-            self.end(SessionFault.FLOODING, "it says more than the engine takes")
+    def _receive(self, message: PeerMessage) -> None:
+        _check_tokens(message, self._local.vocabulary)
+        if not self._events.received(self, message):
+            self.close(SessionFault.FLOODING, "it says more than the engine takes")
 
     # ── time ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -237,13 +233,13 @@ class PeerSession:
         if self.stage is SessionStage.OVER:
             return
         deadline = self._link.next_deadline()
-        if deadline is not None and deadline <= now_us():
-            self._act(self._link.tick(now_us()))
+        if deadline is not None and deadline <= monotonic_us():
+            self._handle(self._link.tick(monotonic_us()))
         asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
-    def _demand_registration(self) -> None:
-        if self.stage in (SessionStage.STRANGER, SessionStage.REGISTERING):
-            self.end(ConnectionFault.TOO_LATE, f"it did not register within {REGISTER_S:g} s")
+    def _on_register_timeout(self) -> None:
+        if self.stage in (SessionStage.UNPROVED, SessionStage.REGISTERING):
+            self.close(ConnectionFault.TOO_LATE, f"it did not register within {REGISTER_S:g} s")
 
 
 def _check_tokens(message: PeerMessage, vocabulary: int) -> None:

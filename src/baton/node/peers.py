@@ -1,9 +1,10 @@
-"""The peers of an instance, on an event loop and a thread of their own: one that decodes calls, one that prefills is called.
+"""The peers of an instance, on their own thread and event loop: a decode instance connects, a prefill instance accepts.
 
-Owns who is connected. Tells the engine loop of sessions that open and end and of what peers say, in order, through its
-inbox; what the engine says to a peer goes out in order too. Whom to call can change at any time; whoever cannot be reached
-is called again, with growing pauses. Strangers, sessions and what waits are bounded; refused connections are counted by
-reason and logged when the reason changes. What messages mean, the worker knows; how KV travels, the transfers.
+Owns the sessions. Passes session starts, session ends and messages to the engine loop, in order, through its inbox; messages
+of the engine to a peer are sent in order too. The addresses to connect to can change at any time; failed connections are
+retried with growing pauses. Unproved connections, sessions and queued events are bounded; refused connections are counted
+by reason and logged when the reason changes. The meaning of messages is known to the worker, the movement of KV to the
+transfers.
 """
 
 from __future__ import annotations
@@ -29,34 +30,34 @@ from baton.wire.peer_messages import Register
 
 log = logging.getLogger("baton.peers")
 
-STRANGERS_MAX = 64
-"""Connections of callers that are not sessions yet; beyond it the oldest that has proved nothing goes."""
+UNREGISTERED_MAX = 64
+"""Accepted connections that are not sessions yet; beyond it the oldest unproved one is closed."""
 SESSIONS_MAX = 256
 INBOX_MAX = 4096
-"""Events that the engine loop has not taken; beyond it, who adds to them is hung up."""
-CALL_AGAIN_S, CALL_AGAIN_S_MAX = 0.05, 2.0
+"""Events that the engine loop has not taken; beyond it, the session that adds one is closed."""
+REDIAL_S, REDIAL_S_MAX = 0.05, 2.0
 SAME_REFUSAL_S = 60.0
-"""A refusal of a stranger is logged so often."""
+"""Seconds between two log lines of the same refusal."""
 
 
 class CannotListen(BatonError):
-    """The address for peers cannot be taken."""
+    """The address for peers cannot be bound."""
 
 
 class TransferChooser(Protocol):
-    """How KV goes to or comes from a peer, agreed on as it registers."""
+    """Agrees with a peer, as it registers, on how KV is sent."""
 
     def offer(self, peer: PeerId, same_host: bool) -> tuple[str, ...]:
-        """Where this peer shall send KV; nothing where it is we who send."""
+        """The addresses to which this peer shall send KV; empty where we are the sender."""
 
     def accept(self, peer: PeerId, addresses: tuple[str, ...]) -> str | None:
-        """This peer's KV goes there from now on. A string says why it cannot."""
+        """Send this peer's KV to one of these addresses from now on. Returns the reason where that is impossible."""
 
     def forget(self, peer: PeerId) -> None: ...
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Take the port at once, so that one in use is told before anything else happens."""
+    """Bind the port at once, so that a port in use is reported before anything else happens."""
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
@@ -68,27 +69,27 @@ def listen(host: str, port: int) -> socket.socket:
 class PeerConnections:
     def __init__(
         self,
-        me: LocalInstance,
-        ways: TransferChooser,
+        local: LocalInstance,
+        transfers: TransferChooser,
         inbox: EngineInbox,
         listener: socket.socket | None,
-        calls: tuple[str, ...],
+        addresses: tuple[str, ...],
     ) -> None:
         self.refused: Counter[str] = Counter()
-        self._me = me
-        self._ways = ways
+        self._local = local
+        self._transfers = transfers
         self._inbox = inbox
         self._listener = listener
-        self._calls: dict[str, asyncio.Task[None]] = {}
-        """By address: whoever we call, until told otherwise."""
-        self._first_calls = calls
+        self._dials: dict[str, asyncio.Task[None]] = {}
+        """By address: the connections we keep up."""
+        self._first_addresses = addresses
         self._failure: BaseException | None = None
-        """Of a call that ended though none ever should."""
-        self._strangers: dict[PeerSession, None] = {}
-        """Who called and has not registered, the oldest first."""
+        """The error of a connection task that ended though none should."""
+        self._unregistered: dict[PeerSession, None] = {}
+        """Accepted connections that have not registered, oldest first."""
         self._sessions: dict[PeerId, PeerSession] = {}
-        self._told: dict[str, str] = {}
-        """The last thing logged of whom we call."""
+        self._last_logged: dict[str, str] = {}
+        """By address: the last reason logged."""
         self._logged_s: dict[str, float] = {}
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
@@ -97,16 +98,16 @@ class PeerConnections:
 
     # ── for the engine loop ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def tell(self, peer: PeerId, message: PeerMessage) -> None:
-        """Say this, after all that was told before. To a peer that is gone it is not said; PeerLost is on its way then."""
-        self._loop.call_soon_threadsafe(self._tell, peer, message)
+    def send(self, peer: PeerId, message: PeerMessage) -> None:
+        """Send a message, after all earlier ones. To a lost peer nothing is sent; its PeerLost is on the way."""
+        self._loop.call_soon_threadsafe(self._send, peer, message)
 
-    def call(self, addresses: tuple[str, ...]) -> None:
-        """Call these from now on, and nobody else: sessions with others end."""
-        self._loop.call_soon_threadsafe(self._call_only, addresses)
+    def connect_to(self, addresses: tuple[str, ...]) -> None:
+        """Connect to these addresses from now on and end sessions with all others."""
+        self._loop.call_soon_threadsafe(self._connect_to, addresses)
 
     def close(self) -> None:
-        """Hang up, and end the thread. Only for those who outlive it: a process that ends need not."""
+        """Close all sessions and end the thread. Not needed by a process that exits."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join()
@@ -123,120 +124,122 @@ class PeerConnections:
             self._loop.close()
 
     async def _main(self) -> None:
-        self._call_only(self._first_calls)
-        waits = [asyncio.create_task(work) for work in (self._answer(), self._until_stopped())]
-        done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        self._connect_to(self._first_addresses)
+        tasks = [asyncio.create_task(work) for work in (self._accept(), self._until_stopped())]
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for session in list(self._sessions.values()):
-            session.end(None, "this instance was stopped")
-        rest = [*waits, *self._calls.values()]
+            session.close(None, "this instance was stopped")
+        rest = [*tasks, *self._dials.values()]
         for task in rest:
             task.cancel()
         await asyncio.gather(*rest, return_exceptions=True)
         for task in done:
-            task.result()  # of those that never end, one has raised
+            task.result()  # a task that should never end has failed
         if self._failure is not None:
             raise self._failure
 
-    async def _answer(self) -> None:
+    async def _accept(self) -> None:
         if self._listener is not None:
-            server = await self._loop.create_server(lambda: PeerSession(self._me, self, None).line, sock=self._listener)
+            server = await self._loop.create_server(
+                lambda: PeerSession(self._local, self, None).connection, sock=self._listener
+            )
             await server.serve_forever()
         await self._until_stopped()
 
     async def _until_stopped(self) -> None:
         await self._stop.wait()
 
-    def _tell(self, peer: PeerId, message: PeerMessage) -> None:
+    def _send(self, peer: PeerId, message: PeerMessage) -> None:
         session = self._sessions.get(peer)
         if session is not None:
             session.send(message)
 
-    def _call_only(self, addresses: tuple[str, ...]) -> None:
-        if self._me.role.gives or self._stop.is_set():
-            return  # whoever prefills is called
-        wanted = dict.fromkeys(address for address in addresses if self._can_call(address))
-        for address in [address for address in self._calls if address not in wanted]:
-            self._calls.pop(address).cancel()
-            self._told.pop(address, None)
+    def _connect_to(self, addresses: tuple[str, ...]) -> None:
+        if self._local.role.gives or self._stop.is_set():
+            return  # prefill instances are connected to; they do not connect
+        wanted = dict.fromkeys(address for address in addresses if self._is_address(address))
+        for address in [address for address in self._dials if address not in wanted]:
+            self._dials.pop(address).cancel()
+            self._last_logged.pop(address, None)
         for address in list(wanted)[:SESSIONS_MAX]:
-            if address not in self._calls:
-                self._calls[address] = task = asyncio.create_task(self._call(address))
-                task.add_done_callback(self._call_ended)
+            if address not in self._dials:
+                self._dials[address] = task = asyncio.create_task(self._dial(address))
+                task.add_done_callback(self._on_dial_end)
 
-    def _can_call(self, address: str) -> bool:
+    def _is_address(self, address: str) -> bool:
         host, _, port = address.rpartition(":")
         if host and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16:
             return True
         log.error("no peer can be called at %r: it is not HOST:PORT", address)
         return False
 
-    def _call_ended(self, task: asyncio.Task[None]) -> None:
+    def _on_dial_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failure = error
             self._stop.set()
 
-    async def _call(self, address: str) -> None:
+    async def _dial(self, address: str) -> None:
         host, _, port = address.rpartition(":")
-        pause_s = CALL_AGAIN_S
+        pause_s = REDIAL_S
         while True:
-            called_s = time.monotonic()
-            end = await self._call_once(PeerId(address), host.strip("[]"), int(port))
-            held = end.was is SessionStage.OPEN and time.monotonic() - called_s > CALL_AGAIN_S_MAX
-            pause_s = CALL_AGAIN_S if held else min(2 * pause_s, CALL_AGAIN_S_MAX)
-            if self._told.get(address) != end.reason:
-                self._told[address] = end.reason
+            dialed_s = time.monotonic()
+            end = await self._dial_once(PeerId(address), host.strip("[]"), int(port))
+            held = end.was is SessionStage.OPEN and time.monotonic() - dialed_s > REDIAL_S_MAX
+            pause_s = REDIAL_S if held else min(2 * pause_s, REDIAL_S_MAX)
+            if self._last_logged.get(address) != end.reason:
+                self._last_logged[address] = end.reason
                 level = logging.ERROR if end.fault == SessionFault.UNFIT else logging.WARNING
                 log.log(level, "no session with %s: %s; calling again", address, end.reason)
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311  so that callers do not come all at once
 
-    async def _call_once(self, peer: PeerId, host: str, port: int) -> SessionEnd:
-        session = PeerSession(self._me, self, peer)
+    async def _dial_once(self, peer: PeerId, host: str, port: int) -> SessionEnd:
+        session = PeerSession(self._local, self, peer)
         try:
             async with asyncio.timeout(CONNECT_S):
-                await self._loop.create_connection(lambda: session.line, host, port)
+                await self._loop.create_connection(lambda: session.connection, host, port)
         except (OSError, TimeoutError) as error:
-            return SessionEnd(SessionStage.STRANGER, None, str(error) or "no answer")
+            return SessionEnd(SessionStage.UNPROVED, None, str(error) or "no answer")
         try:
             return await asyncio.shield(session.over)
         finally:
-            session.end(None, "it is not one of our peers any more")  # where this call was given up
+            session.close(None, "it is not one of our peers any more")  # when this task was cancelled
 
-    # ── the sessions' house ──────────────────────────────────────────────────────────────────────────────────────────────
+    # ── events of the sessions ───────────────────────────────────────────────────────────────────────────────────────────
 
-    def arrived(self, session: PeerSession) -> None:
-        if session.called is not None:
+    def connected(self, session: PeerSession) -> None:
+        if session.dialed is not None:
             return
-        if len(self._strangers) >= STRANGERS_MAX:
-            # Those who only wait must not keep out one that holds the key: its handshake is a matter of milliseconds.
-            silent = (one for one in self._strangers if one.stage is SessionStage.STRANGER)
-            oldest = next(silent, next(iter(self._strangers)))
-            oldest.end(ConnectionFault.TOO_MANY, "too many connections that have not registered")
-        self._strangers[session] = None
+        if len(self._unregistered) >= UNREGISTERED_MAX:
+            # Unproved connections must not keep out one that holds the key: a handshake takes milliseconds.
+            silent = (one for one in self._unregistered if one.stage is SessionStage.UNPROVED)
+            oldest = next(silent, next(iter(self._unregistered)))
+            oldest.close(ConnectionFault.TOO_MANY, "too many connections that have not registered")
+        self._unregistered[session] = None
 
     def transfers_for(self, session: PeerSession) -> tuple[str, ...]:
-        return self._ways.offer(session.peer, session.line.same_host)
+        return self._transfers.offer(session.peer, session.connection.same_host)
 
     def unfit(self, session: PeerSession, register: Register) -> str | None:
         theirs = ROLES.get(register.role)
-        if theirs is None or not ((self._me.role.takes and theirs.gives) or (self._me.role.gives and theirs.takes)):
-            return f"role: {self._me.role.name} here, {register.role} there; one must prefill and the other decode"
+        if theirs is None or not ((self._local.role.takes and theirs.gives) or (self._local.role.gives and theirs.takes)):
+            return f"role: {self._local.role.name} here, {register.role} there; one must prefill and the other decode"
         layout = KvLayout(register.fingerprint, register.dtype, register.block_size, register.layer_bytes)
-        if differences := self._me.layout.differences(layout):
+        if differences := self._local.layout.differences(layout):
             return "; ".join(differences)
         if len(self._sessions) >= SESSIONS_MAX and session.peer not in self._sessions:
             return f"{SESSIONS_MAX} peers have sessions already"
-        return self._ways.accept(session.peer, register.transfers)
+        return self._transfers.accept(session.peer, register.transfers)
 
     def opened(self, session: PeerSession) -> None:
-        self._strangers.pop(session, None)
+        self._unregistered.pop(session, None)
         before, self._sessions[session.peer] = self._sessions.get(session.peer), session
         if before is not None:
-            before.end(None, "it has opened another session")
-        self._told.pop(session.peer, None)
+            before.close(None, "it has opened another session")
+        self._last_logged.pop(session.peer, None)
         log.info("session with %s", session.peer)
         self._inbox.put(PeerOpened(session.peer))
 
-    def heard(self, session: PeerSession, message: PeerMessage) -> bool:
+    def received(self, session: PeerSession, message: PeerMessage) -> bool:
         if len(self._inbox) >= INBOX_MAX:
             return False
         self._inbox.put(Heard(session.peer, message))
@@ -248,20 +251,20 @@ class PeerConnections:
         if end.was is SessionStage.OPEN:
             if self._sessions.get(session.peer) is session:
                 del self._sessions[session.peer]
-                self._ways.forget(session.peer)
+                self._transfers.forget(session.peer)
             self._inbox.put(PeerLost(session.peer, end.reason))
-        self._strangers.pop(session, None)
-        if session.called is None and (end.fault is not None or end.was is SessionStage.OPEN):
+        self._unregistered.pop(session, None)
+        if session.dialed is None and (end.fault is not None or end.was is SessionStage.OPEN):
             self._log_end(session, end)
 
     def _log_end(self, session: PeerSession, end: SessionEnd) -> None:
-        """Of those who called us; a stranger can come often, so each reason is logged now and then only."""
+        """Log the end of an accepted connection; each reason at most once per SAME_REFUSAL_S."""
         if end.was is SessionStage.OPEN:
             log.warning("session with %s is over: %s", session.peer, end.reason)
             return
         key, now_s = f"{end.fault} {end.reason}" if end.fault == SessionFault.UNFIT else str(end.fault), time.monotonic()
         if now_s - self._logged_s.get(key, -SAME_REFUSAL_S) >= SAME_REFUSAL_S:
-            if len(self._logged_s) >= STRANGERS_MAX:
+            if len(self._logged_s) >= UNREGISTERED_MAX:
                 self._logged_s.clear()
             self._logged_s[key] = now_s
-            log.error("refused a connection from %s: %s", session.line.where, end.reason)
+            log.error("refused a connection from %s: %s", session.connection.where, end.reason)

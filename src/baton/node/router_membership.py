@@ -1,12 +1,12 @@
-"""An instance's place in the fleet of a router: calls it, joins, beats, and carries between it and the engine.
+"""An instance's membership in a router's fleet: connects, joins, sends heartbeats, and relays between router and engine.
 
-    router ── Line ── Membership ── EngineClient ── engine process
-                          │
-                       wire.instance_sessions.InstanceSessions   knows what is whose, what is held, and what may be said when
+    router ── SealedConnection ── RouterMembership ── EngineClient ── engine process
+                                        │
+                             wire.instance_sessions.InstanceSessions   which requests are the router's, what may be sent when
 
-Owns the connection, its rhythm and the calling again; decides nothing about requests. A router that is away is called for
-ever, with short pauses: one that was started again shall have its instances back at once. Each change is logged, not each
-attempt. Being fenced (a later life of this name is known) ends the membership for good. Runs on the front end's event loop.
+Owns the connection, its timing and the reconnecting; decides nothing about requests. It reconnects for ever, with short
+pauses, so that a restarted router has its instances back at once. Each change is logged, not each attempt. Being fenced (a
+later incarnation of this name has joined) ends the membership for good. Runs on the front end's event loop.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Protocol
 
 from baton.core.engine.orders import Accepted
 from baton.core.errors import BatonError
-from baton.node.engine import monotonic_us
-from baton.node.sealed_connection import ConnectionEnd, SealedConnection, call
+from baton.node.clock import monotonic_us
+from baton.node.sealed_connection import ConnectionEnd, SealedConnection, connect
 from baton.wire.engine_messages import PrefillPeerAddresses, Pulse, RefusedMessage, StepOutput, ToEngine
 from baton.wire.instance_sessions import InstanceSessions, SessionEffects
 from baton.wire.router_messages import FromInstance, Welcome, decode_from_router, encode_membership
@@ -30,26 +30,26 @@ log = logging.getLogger("baton.joining")
 
 CONNECT_S = 1.0
 HANDSHAKE_S = 2.0
-CALL_AGAIN_S, CALL_AGAIN_S_MAX = 0.05, 0.5
-HELD_S = 2.0
-"""A session that lasted so long was a good one: the next call is at once."""
-TURNED_AWAY_S, SOON_S, SOON_CALLS = 3.0, 0.15, 10
-"""Between calls to a router that does not want us: it may be started again with another model. The first ones come sooner:
-an earlier life under this name may be in its books until its silence is noticed."""
+RETRY_S, RETRY_S_MAX = 0.05, 0.5
+GOOD_SESSION_S = 2.0
+"""After a session that lasted this many seconds, the next connection is made at once."""
+REJECTED_RETRY_S, EARLY_RETRY_S, EARLY_RETRIES = 3.0, 0.15, 10
+"""Seconds between attempts after a rejection: the router may be restarted with another model. The first SOON_CALLS come
+sooner: the router may hold an earlier incarnation of this name until it notices its silence."""
 WELCOME_US = 10_000_000
-"""A router that has not answered a join by then never will; it gives an instance as long to join."""
+"""Time that the router has to answer a join; it gives an instance as long to join."""
 ENGINE_SILENT_US = 300_000
-"""An engine that has missed so much of its pulses is not offered to a router: it would be suspected as soon as it is in."""
-LOOK_US = 100_000
-"""How often the clock is looked at where nothing is due before."""
+"""An engine whose pulses are this late is not offered to a router: it would be suspected as soon as it joined."""
+TIMER_US = 100_000
+"""Interval of the timer where nothing is due before."""
 
 
 class InstanceFenced(BatonError):
-    """A later life of this instance's name is known to the router: this one must not serve any more."""
+    """The router knows a later incarnation of this instance's name: this one must not serve any more."""
 
 
 class MembershipEngine(Protocol):
-    """What a membership needs of the engine's client."""
+    """The part of the engine's client that a membership needs."""
 
     @property
     def silent_us(self) -> int: ...
@@ -71,53 +71,54 @@ class RouterMembership:
     def __init__(
         self,
         name: str,
-        at: RouterAddress,
+        router: RouterAddress,
         sessions: InstanceSessions,
         engine: MembershipEngine,
         on_drain: Callable[[], None],
     ) -> None:
-        """`on_drain` is called when the router wants this instance to finish and go."""
+        """`on_drain` is called when the router asks this instance to drain."""
         self._name = name
-        self._at = at
+        self._router = router
         self._sessions = sessions
         self._engine = engine
         self._on_drain = on_drain
-        self._line: SealedConnection | None = None
-        """The one that is open."""
+        self._connection: SealedConnection | None = None
+        """The open connection."""
         self._welcome: Welcome | None = None
-        """Of the session that is on."""
+        """Of the current session."""
         self._pulses_us: int | None = None
-        """Since when the engine pulses: it was told to with the first welcome, and goes on whatever becomes of sessions."""
+        """Since when the engine sends pulses: it is asked to at the first welcome, and does not stop with the session."""
         self._opened_us = self._beat_due_us = 0
         self._turned_away: str | None = None
         self._fenced: str | None = None
-        self._told = ""
-        """The last reason logged why there is no session."""
+        self._last_logged = ""
+        """The last logged reason for having no session."""
         self.beat_late_us_max = 0
 
     async def run(self) -> None:
-        """For ever; raises Fenced."""
-        tasks = [asyncio.create_task(work) for work in (self._keep_time(), self._keep_calling())]
+        """Run for ever; raises InstanceFenced."""
+        tasks = [asyncio.create_task(work) for work in (self._run_timer(), self._keep_connected())]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                task.result()  # of those that never end, one has raised
+                task.result()  # a task that should never end has failed
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def leave(self) -> None:
-        """Tell the router that this instance takes nothing new; what is open goes on."""
-        self._say(self._sessions.leave())
+        """Tell the router that this instance takes no new requests; open ones continue."""
+        self._send(self._sessions.leave())
 
-    async def part(self, reason: str) -> None:
-        """Hang up after what was said has been read. To be called when `run` was cancelled, so that nobody calls again."""
-        if (line := self._line) is not None:
-            line.part(reason)
-            await line.gone.wait()
+    async def close(self, reason: str) -> None:
+        """Close the connection after sent data has been read. Call after `run` was cancelled, so that it does not
+        reconnect."""
+        if (connection := self._connection) is not None:
+            connection.close(reason)
+            await connection.closed.wait()
 
-    # ── of the engine: what is the router's ──────────────────────────────────────────────────────────────────────────────
+    # ── messages of the engine for the router ────────────────────────────────────────────────────────────────────────────
 
     @property
     def open_requests(self) -> int:
@@ -132,68 +133,68 @@ class RouterMembership:
     def take(self, message: Accepted | RefusedMessage | StepOutput) -> None:
         self._carry_out(self._sessions.take(message, monotonic_us()))
 
-    def feel(self, pulse: Pulse) -> None:
-        self._sessions.feel(pulse, monotonic_us())
+    def record_pulse(self, pulse: Pulse) -> None:
+        self._sessions.record_pulse(pulse, monotonic_us())
 
-    # ── the line's house ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── events of the connection ─────────────────────────────────────────────────────────────────────────────────────────
 
-    def arrived(self, line: SealedConnection) -> None:
+    def connected(self, connection: SealedConnection) -> None:
         pass
 
-    def opened(self, line: SealedConnection) -> None:
-        self._line, self._opened_us = line, monotonic_us()
-        self._say(self._sessions.opened(self._opened_us))
+    def opened(self, connection: SealedConnection) -> None:
+        self._connection, self._opened_us = connection, monotonic_us()
+        self._send(self._sessions.opened(self._opened_us))
 
-    def heard(self, line: SealedConnection, frame: bytes) -> None:
-        self._carry_out(self._sessions.heard(decode_from_router(frame), monotonic_us()))
+    def received(self, connection: SealedConnection, frame: bytes) -> None:
+        self._carry_out(self._sessions.receive(decode_from_router(frame), monotonic_us()))
         if self._turned_away is not None:
-            line.part("turned away")
+            connection.close("turned away")
 
-    def ended(self, line: SealedConnection, end: ConnectionEnd) -> None:
-        if self._line is line:
-            self._line = self._welcome = None
+    def ended(self, connection: SealedConnection, end: ConnectionEnd) -> None:
+        if self._connection is connection:
+            self._connection = self._welcome = None
             self._sessions.lost(end.reason, monotonic_us())
 
-    # ── both ways ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── relaying ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _carry_out(self, out: SessionEffects) -> None:
-        for order in out.orders:
+    def _carry_out(self, effects: SessionEffects) -> None:
+        for order in effects.orders:
             self._engine.forward(order)
-        self._say(out.says)
-        if out.neighbours is not None:
-            self._engine.forward(PrefillPeerAddresses(out.neighbours))
-        if out.welcomed is not None:
-            self._begin(out.welcomed)
-        self._turned_away, self._fenced = out.turned_away or self._turned_away, out.fenced or self._fenced
-        if out.drain:
+        self._send(effects.messages)
+        if effects.prefill_peers is not None:
+            self._engine.forward(PrefillPeerAddresses(effects.prefill_peers))
+        if effects.welcomed is not None:
+            self._on_welcome(effects.welcomed)
+        self._turned_away, self._fenced = effects.turned_away or self._turned_away, effects.fenced or self._fenced
+        if effects.drain:
             log.info("the router wants this instance to finish and go")
             self._on_drain()
 
-    def _say(self, messages: list[FromInstance]) -> None:
-        if messages and self._line is not None:
-            self._line.send(map(encode_membership, messages))
+    def _send(self, messages: list[FromInstance]) -> None:
+        if messages and self._connection is not None:
+            self._connection.send(map(encode_membership, messages))
 
-    def _begin(self, welcome: Welcome) -> None:
+    def _on_welcome(self, welcome: Welcome) -> None:
         self._welcome = welcome
         now_us = monotonic_us()
         self._pulses_us = now_us if self._pulses_us is None else self._pulses_us
         self._beat_due_us = now_us + welcome.beat_us  # with the engine's first pulse
-        self._told = ""
-        log.info("joined the router at %s as %s", self._at, self._name)
+        self._last_logged = ""
+        log.info("joined the router at %s as %s", self._router, self._name)
 
     # ── time ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _keep_time(self) -> None:
+    async def _run_timer(self) -> None:
         while True:
             now_us = monotonic_us()
             if self._welcome is not None and self._beat_due_us <= now_us:
                 self._beat(now_us, self._welcome)
-            elif self._line is not None and self._welcome is None and self._opened_us + WELCOME_US <= now_us:
-                self._line.end(None, f"it has not answered the join within {WELCOME_US // 1_000_000} s")
+            elif self._connection is not None and self._welcome is None and self._opened_us + WELCOME_US <= now_us:
+                self._connection.abort(None, f"it has not answered the join within {WELCOME_US // 1_000_000} s")
             deadline_us = self._sessions.next_deadline()
             if deadline_us is not None and deadline_us <= now_us:
                 self._carry_out(self._sessions.tick(now_us))
-            next_us = now_us + LOOK_US if self._welcome is None else min(now_us + LOOK_US, self._beat_due_us)
+            next_us = now_us + TIMER_US if self._welcome is None else min(now_us + TIMER_US, self._beat_due_us)
             await asyncio.sleep(max(0, next_us - monotonic_us()) / 1e6)
 
     def _beat(self, now_us: int, welcome: Welcome) -> None:
@@ -202,45 +203,49 @@ class RouterMembership:
         self._beat_due_us = now_us + welcome.beat_us
         if late_us > welcome.beat_us:
             log.warning("a beat was %d ms late: this process was held up", late_us // 1000)
-        # While we were held up we heard nothing.
+        # While this process was held up it received no pulses: that time is not the engine's silence.
         beat = self._sessions.beat(None, max(0, self._engine_silent_us(now_us) - late_us), now_us)
         if beat is not None:
-            self._say([beat])
+            self._send([beat])
 
     def _engine_silent_us(self, now_us: int) -> int:
-        """Before it was asked for pulses it had no reason to speak."""
+        """Before it was asked for pulses the engine had no reason to send any."""
         return 0 if self._pulses_us is None else min(self._engine.silent_us, now_us - self._pulses_us)
 
-    async def _keep_calling(self) -> None:
-        pause_s, times_away = CALL_AGAIN_S, 0
+    async def _keep_connected(self) -> None:
+        pause_s, rejections = RETRY_S, 0
         loop = asyncio.get_running_loop()
         while True:
-            await self._engine_answers()
-            called_s = loop.time()
-            line = SealedConnection(
-                self._at.cluster_key, f"instance {self._name}", self, calls=str(self._at), handshake_s=HANDSHAKE_S
+            await self._wait_for_engine()
+            dialed_s = loop.time()
+            connection = SealedConnection(
+                self._router.cluster_key,
+                f"instance {self._name}",
+                self,
+                connects_to=str(self._router),
+                handshake_s=HANDSHAKE_S,
             )
-            end = await call(line, self._at.host, self._at.port, CONNECT_S)
+            end = await connect(connection, self._router.host, self._router.port, CONNECT_S)
             if self._fenced is not None:
-                raise InstanceFenced(f"the router at {self._at} has fenced this instance: {self._fenced}")
+                raise InstanceFenced(f"the router at {self._router} has fenced this instance: {self._fenced}")
             turned_away, self._turned_away = self._turned_away, None
             self._log_once(end, turned_away)
-            pause_s = CALL_AGAIN_S if loop.time() - called_s > HELD_S else min(2 * pause_s, CALL_AGAIN_S_MAX)
-            times_away = 0 if turned_away is None else times_away + 1
-            if times_away:
-                pause_s = SOON_S if times_away <= SOON_CALLS else TURNED_AWAY_S
-            # Jittered, so that a fleet does not come all at once.
+            pause_s = RETRY_S if loop.time() - dialed_s > GOOD_SESSION_S else min(2 * pause_s, RETRY_S_MAX)
+            rejections = 0 if turned_away is None else rejections + 1
+            if rejections:
+                pause_s = EARLY_RETRY_S if rejections <= EARLY_RETRIES else REJECTED_RETRY_S
+            # Jittered, so that the instances of a fleet do not reconnect all at once.
             await asyncio.sleep(random.uniform(0.5, 1.0) * pause_s)  # noqa: S311
 
-    async def _engine_answers(self) -> None:
+    async def _wait_for_engine(self) -> None:
         if self._engine_silent_us(monotonic_us()) > ENGINE_SILENT_US:
-            log.warning("the engine is silent: the router at %s is not called until it speaks again", self._at)
+            log.warning("the engine is silent: the router at %s is not called until it speaks again", self._router)
         while self._engine_silent_us(monotonic_us()) > ENGINE_SILENT_US:  # noqa: ASYNC110  who is silent tells nobody
-            await asyncio.sleep(LOOK_US / 1e6)
+            await asyncio.sleep(TIMER_US / 1e6)
 
     def _log_once(self, end: ConnectionEnd, turned_away: str | None) -> None:
         reason = end.reason if turned_away is None else f"turned away: {turned_away}"
-        if reason != self._told:
-            self._told = reason
+        if reason != self._last_logged:
+            self._last_logged = reason
             level = logging.WARNING if turned_away is None and end.fault is None else logging.ERROR
-            log.log(level, "no session with the router at %s: %s; calling again", self._at, reason)
+            log.log(level, "no session with the router at %s: %s; calling again", self._router, reason)

@@ -1,4 +1,4 @@
-"""A tokeniser for the scripted executor: one token a byte, made on the spot, so that no model is needed to try the API."""
+"""A tokeniser for the scripted executor, one token per byte, so that the API can be tried without a model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHAT_TEMPLATE = (
 
 
 def write_byte_tokenizer(folder: Path) -> None:
-    """Fill a folder with what the API reads of a model: tokeniser, chat template, end-of-text id."""
+    """Write the files that the API reads of a model: tokeniser, chat template, end-of-text id."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(BPE(vocab={piece: index for index, piece in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

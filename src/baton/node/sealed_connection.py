@@ -1,13 +1,13 @@
 """A sealed TCP connection between two holders of the cluster key: whole frames, in order, or the end with a reason.
 
-    Line    one connection, from strangers to frames both ways, and its end; for whoever calls and for whoever is called
-    Door    who is called: lets callers in, keeps those that have proved nothing few, counts and logs who is refused
-    call    who calls: one attempt, from connecting to the end
+    SealedConnection  one connection, from handshake to frames both ways, and its end; for both sides
+    Listener          accepts connections, bounds those that have proved nothing, counts and logs refusals
+    connect           one attempt to connect, until the connection ends
 
-Owns the socket and what of it waits to be written. Promises that no frame is heard before the other side has proved that it
-holds the key, that a line which opened ends exactly once, and that whatever is not a true frame in its place ends the line
-and nothing else. Everything is bounded: a frame, what the other side leaves unread, the time that a handshake or a parting
-takes. What frames mean, the house knows. All of it runs on the caller's event loop.
+Owns the socket and its unsent data. Promises that no frame is passed on before the other side has proved that it holds the
+key, that an opened connection ends exactly once, and that an invalid frame ends the connection and nothing else. Everything
+is bounded: a frame, the data that the other side leaves unread, the time of a handshake or of a graceful close. Runs on the
+caller's event loop.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from baton.wire.seal import NONCE_BYTES, OVERHEAD_BYTES, Seal, SealBroken
 log = logging.getLogger("baton.line")
 
 HANDSHAKE_S = 5.0
-PARTING_S = 1.0
-"""How long the last words may take to be read."""
+CLOSE_S = 1.0
+"""Seconds that a graceful close waits for the other side to read."""
 UNREAD_BYTES_MAX = FRAME_BYTES_MAX + (64 << 20)
-"""Written and not read by the other side; more than any one frame."""
+"""Bytes written and not read by the other side; more than any one frame."""
 UNACKNOWLEDGED_MS = 3000
-"""Bytes that the other machine has not even taken for so long: it is gone, though nothing says so."""
-STRANGERS_MAX = 64
-"""Callers that have proved nothing yet; beyond it the oldest goes."""
-LINES_MAX = 256
+"""Milliseconds without a TCP acknowledgement after which the other machine counts as gone."""
+UNPROVED_MAX = 64
+"""Accepted connections that have proved nothing yet; beyond it the oldest is closed."""
+CONNECTIONS_MAX = 256
 SAME_REFUSAL_S = 60.0
-"""A refusal for the same reason is logged so often."""
+"""Seconds between two log lines of a refusal for the same reason."""
 
 
 class ConnectionFault(StrEnum):
-    """Why a line ended that should not have, beside the faults of a seal."""
+    """Why a connection ended abnormally, besides the faults of the seal."""
 
     MALFORMED = "malformed_message"
     TOO_LATE = "too_late"
@@ -53,7 +53,7 @@ class ConnectionFault(StrEnum):
 
 
 class ConnectionStage(Enum):
-    STRANGER = "stranger"
+    UNPROVED = "stranger"
     OPEN = "open"
     OVER = "over"
 
@@ -62,24 +62,24 @@ class ConnectionStage(Enum):
 class ConnectionEnd:
     was: ConnectionStage
     fault: str | None
-    """Of SealFault or ConnectionFault, where the other side is to blame."""
+    """A SealFault or ConnectionFault, where the other side is at fault."""
     reason: str
 
 
 class ConnectionEvents(Protocol):
-    """Where lines lead: told what becomes of each."""
+    """Receives the events of connections."""
 
-    def arrived(self, line: SealedConnection) -> None:
-        """Its connection is there; nothing is proved yet."""
+    def connected(self, connection: SealedConnection) -> None:
+        """Connected; nothing is proved yet."""
 
-    def opened(self, line: SealedConnection) -> None:
-        """Both sides have proved themselves; `line.peer` is what the other calls itself, and frames may be sent."""
+    def opened(self, connection: SealedConnection) -> None:
+        """Both sides have proved themselves: `connection.peer` is the other's name, and frames may be sent."""
 
-    def heard(self, line: SealedConnection, frame: bytes) -> None:
-        """WireError ends the line."""
+    def received(self, connection: SealedConnection, frame: bytes) -> None:
+        """A WireError raised here ends the connection."""
 
-    def ended(self, line: SealedConnection, end: ConnectionEnd) -> None:
-        """Once, for each line that arrived. Nothing of it is heard afterwards."""
+    def ended(self, connection: SealedConnection, end: ConnectionEnd) -> None:
+        """Called once for each connection that `connected` was called for; nothing follows."""
 
 
 class SealedConnection(asyncio.Protocol):
@@ -87,45 +87,45 @@ class SealedConnection(asyncio.Protocol):
         self,
         key: bytes,
         name: str,
-        house: ConnectionEvents,
+        events: ConnectionEvents,
         *,
-        calls: str | None = None,
+        connects_to: str | None = None,
         handshake_s: float = HANDSHAKE_S,
         frame_bytes_max: int = FRAME_BYTES_MAX,
     ) -> None:
-        """`calls` is whom we call, for the log; None when we are called."""
-        make = Seal.accept if calls is None else Seal.connect
+        """`connects_to` is the address we connect to, for the log; None when we accept."""
+        make = Seal.accept if connects_to is None else Seal.connect
         self._seal = make(key, name, secrets.token_bytes(NONCE_BYTES), frame_bytes_max)
         self._frame_bytes_max = frame_bytes_max
-        self._house = house
+        self._events = events
         self._handshake_s = handshake_s
         self._transport: asyncio.Transport | None = None
-        self._is_ours = calls is not None
-        self.stage = ConnectionStage.STRANGER
-        self.where = calls or ""
-        """For the log: from where, or whom we call."""
+        self._is_initiator = connects_to is not None
+        self.stage = ConnectionStage.UNPROVED
+        self.where = connects_to or ""
+        """For the log: the remote address, or the one we connect to."""
         self.same_host = False
         self.over: asyncio.Future[ConnectionEnd] = asyncio.get_running_loop().create_future()
-        self.gone = asyncio.Event()
-        """Set when the connection is closed, last words included: after a parting that is later than `over`."""
+        self.closed = asyncio.Event()
+        """Set when the socket is closed; after a graceful close that is later than `over`."""
 
     @property
     def peer(self) -> str:
         """The name of the other side, once it has proved that it holds the key."""
         return self._seal.peer_name
 
-    # ── the event loop calls ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── called by the event loop ─────────────────────────────────────────────────────────────────────────────────────────
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # Always a stream: we are made for nothing else. Transports of other event loops are of no class of asyncio's.
+        # Always a stream transport. Transports of other event loops are not of asyncio's classes.
         self._transport = transport = cast("asyncio.Transport", transport)
         _set_options(transport.get_extra_info("socket"))
         ours, theirs = transport.get_extra_info("sockname"), transport.get_extra_info("peername")
         self.same_host = bool(ours and theirs and ours[0] == theirs[0])
-        if not self._is_ours and theirs:
+        if not self._is_initiator and theirs:
             self.where = f"{theirs[0]}:{theirs[1]}"
-        asyncio.get_running_loop().call_later(self._handshake_s, self._demand_proof)
-        self._house.arrived(self)
+        asyncio.get_running_loop().call_later(self._handshake_s, self._on_handshake_timeout)
+        self._events.connected(self)
         self._write(self._seal.outgoing())
 
     def data_received(self, data: bytes) -> None:
@@ -134,59 +134,59 @@ class SealedConnection(asyncio.Protocol):
         try:
             frames = self._seal.take(data)
             self._write(self._seal.outgoing())
-            if self.stage is ConnectionStage.STRANGER and self._seal.is_open:
+            if self.stage is ConnectionStage.UNPROVED and self._seal.is_open:
                 self.stage = ConnectionStage.OPEN
-                self._house.opened(self)
+                self._events.opened(self)
             for frame in frames:
-                if self.stage is ConnectionStage.OPEN:  # the frame before may have ended it
-                    self._house.heard(self, frame)
+                if self.stage is ConnectionStage.OPEN:  # an earlier frame may have ended it
+                    self._events.received(self, frame)
         except SealBroken as broken:
-            self.end(broken.fault, str(broken))
+            self.abort(broken.fault, str(broken))
         except WireError as error:
-            self.end(ConnectionFault.MALFORMED, str(error))
+            self.abort(ConnectionFault.MALFORMED, str(error))
 
     def connection_lost(self, error: Exception | None) -> None:
         reason = "the connection was closed" if error is None else f"the connection broke: {error}"
-        if self.stage is ConnectionStage.STRANGER:
+        if self.stage is ConnectionStage.UNPROVED:
             reason += " before the handshake was over (is that the right port, and the cluster key the same on both sides?)"
-        self.end(None, reason)
-        self.gone.set()
+        self.abort(None, reason)
+        self.closed.set()
 
-    # ── what we do ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── sending and closing ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def send(self, frames: Iterable[bytes]) -> None:
-        """Write these in one go, after all that was sent before; on a line that is over, nothing.
+        """Write these frames at once, after all earlier ones; does nothing on a connection that is over.
 
-        WireError: one of them is too big, and none was sent.
+        Raises WireError where one of them is too large; none is sent then.
         """
         if self.stage is not ConnectionStage.OPEN:
             return
         frames = list(frames)
         for frame in frames:
-            if len(frame) > self._frame_bytes_max:  # before any is sealed: what has a number must be sent
+            if len(frame) > self._frame_bytes_max:  # before any is sealed: a numbered frame must be sent
                 raise WireError(f"a frame of {len(frame)} bytes is over the limit of {self._frame_bytes_max}")
         self._write(b"".join(map(self._seal.seal, frames)))
 
-    def end(self, fault: str | None, reason: str) -> None:
-        """Hang up at once; what was written may be lost."""
+    def abort(self, fault: str | None, reason: str) -> None:
+        """Close at once; written data may be lost."""
         if self._finish(fault, reason) and self._transport is not None:
             self._transport.abort()
 
-    def part(self, reason: str, fault: str | None = None) -> None:
-        """Hang up after the other side has read what was written, if it does so soon. Nothing more is heard."""
+    def close(self, reason: str, fault: str | None = None) -> None:
+        """Close after the other side has read what was written, or after PARTING_S. Nothing more is received."""
         transport = self._transport
         if self._finish(fault, reason) and transport is not None:
-            # Half of it stays open: closing with something unread would have the last words thrown away at the other end.
+            # Half-close: closing with unread input would make the other side discard our last frames.
             if transport.can_write_eof() and not transport.is_closing():
                 transport.write_eof()
-            asyncio.get_running_loop().call_later(PARTING_S, transport.abort)
+            asyncio.get_running_loop().call_later(CLOSE_S, transport.abort)
 
     def _finish(self, fault: str | None, reason: str) -> bool:
         if self.stage is ConnectionStage.OVER:
             return False
         end = ConnectionEnd(self.stage, fault, reason)
         self.stage = ConnectionStage.OVER
-        self._house.ended(self, end)
+        self._events.ended(self, end)
         self.over.set_result(end)
         return True
 
@@ -194,11 +194,11 @@ class SealedConnection(asyncio.Protocol):
         if data and self._transport is not None and self.stage is not ConnectionStage.OVER:
             self._transport.write(data)
             if self._transport.get_write_buffer_size() > UNREAD_BYTES_MAX + OVERHEAD_BYTES:
-                self.end(ConnectionFault.NOT_READING, f"it has not read {UNREAD_BYTES_MAX >> 20} MiB")
+                self.abort(ConnectionFault.NOT_READING, f"it has not read {UNREAD_BYTES_MAX >> 20} MiB")
 
-    def _demand_proof(self) -> None:
-        if self.stage is ConnectionStage.STRANGER:
-            self.end(ConnectionFault.TOO_LATE, f"it did not prove itself within {self._handshake_s:g} s")
+    def _on_handshake_timeout(self) -> None:
+        if self.stage is ConnectionStage.UNPROVED:
+            self.abort(ConnectionFault.TOO_LATE, f"it did not prove itself within {self._handshake_s:g} s")
 
 
 def _set_options(connection: socket.socket) -> None:
@@ -207,88 +207,88 @@ def _set_options(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MS)
 
 
-async def call(line: SealedConnection, host: str, port: int, connect_s: float) -> ConnectionEnd:
-    """Connect a line that calls, and wait for its end."""
+async def connect(connection: SealedConnection, host: str, port: int, connect_s: float) -> ConnectionEnd:
+    """Open this connection and wait for its end."""
     try:
         async with asyncio.timeout(connect_s):
-            await asyncio.get_running_loop().create_connection(lambda: line, host, port)
+            await asyncio.get_running_loop().create_connection(lambda: connection, host, port)
     except (OSError, TimeoutError) as error:
-        return ConnectionEnd(ConnectionStage.STRANGER, None, str(error) or "no answer")
-    return await asyncio.shield(line.over)  # whoever no longer waits has not ended it
+        return ConnectionEnd(ConnectionStage.UNPROVED, None, str(error) or "no answer")
+    return await asyncio.shield(connection.over)  # cancelling the wait does not end the connection
 
 
 class ListenerEvents(Protocol):
-    """Who lives behind a door: hears of lines that opened, and of no others."""
+    """Receives the events of accepted connections that have opened."""
 
-    def opened(self, line: SealedConnection) -> None: ...
+    def opened(self, connection: SealedConnection) -> None: ...
 
-    def heard(self, line: SealedConnection, frame: bytes) -> None:
-        """WireError ends the line."""
+    def received(self, connection: SealedConnection, frame: bytes) -> None:
+        """A WireError raised here ends the connection."""
 
-    def ended(self, line: SealedConnection, end: ConnectionEnd) -> None:
-        """Once, for each line that opened."""
+    def ended(self, connection: SealedConnection, end: ConnectionEnd) -> None:
+        """Called once for each connection that opened."""
 
 
 class Listener:
-    """Where callers come in."""
+    """Accepts connections."""
 
-    def __init__(self, key: bytes, name: str, guests: ListenerEvents, handshake_s: float = HANDSHAKE_S) -> None:
+    def __init__(self, key: bytes, name: str, events: ListenerEvents, handshake_s: float = HANDSHAKE_S) -> None:
         self.refused: Counter[str] = Counter()
-        """Lines that ended through the other side's fault, by fault."""
+        """Connections that ended through the other side's fault, by fault."""
         self._key = key
         self._name = name
-        self._guests = guests
+        self._events = events
         self._handshake_s = handshake_s
-        self._strangers: dict[SealedConnection, None] = {}
-        """The oldest first."""
-        self._lines: dict[SealedConnection, None] = {}
+        self._unproved: dict[SealedConnection, None] = {}
+        """Connections that have proved nothing, oldest first."""
+        self._connections: dict[SealedConnection, None] = {}
         self._server: asyncio.Server | None = None
         self._logged_s: dict[str, float] = {}
 
     async def open(self, listener: socket.socket) -> None:
-        self._server = await asyncio.get_running_loop().create_server(self._line, sock=listener)
+        self._server = await asyncio.get_running_loop().create_server(self._new_connection, sock=listener)
 
     def close(self, reason: str) -> None:
-        """Let nobody in any more, and part from everybody."""
+        """Accept no more, and close every connection gracefully."""
         if self._server is not None:
             self._server.close()
-        for line in (*self._strangers, *self._lines):
-            line.part(reason)
+        for connection in (*self._unproved, *self._connections):
+            connection.close(reason)
 
-    def _line(self) -> SealedConnection:
+    def _new_connection(self) -> SealedConnection:
         return SealedConnection(self._key, self._name, self, handshake_s=self._handshake_s)
 
-    # ── the lines' house ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── events of the connections ────────────────────────────────────────────────────────────────────────────────────────
 
-    def arrived(self, line: SealedConnection) -> None:
-        if len(self._strangers) >= STRANGERS_MAX:
-            # Those who only wait must not keep out one that holds the key: its handshake is a matter of milliseconds.
-            next(iter(self._strangers)).end(ConnectionFault.TOO_MANY, "too many connections that have proved nothing")
-        self._strangers[line] = None
+    def connected(self, connection: SealedConnection) -> None:
+        if len(self._unproved) >= UNPROVED_MAX:
+            # Unproved connections must not keep out one that holds the key: a handshake takes milliseconds.
+            next(iter(self._unproved)).abort(ConnectionFault.TOO_MANY, "too many connections that have proved nothing")
+        self._unproved[connection] = None
 
-    def opened(self, line: SealedConnection) -> None:
-        if len(self._lines) >= LINES_MAX:
-            line.end(ConnectionFault.TOO_MANY, f"{LINES_MAX} lines are open already")
+    def opened(self, connection: SealedConnection) -> None:
+        if len(self._connections) >= CONNECTIONS_MAX:
+            connection.abort(ConnectionFault.TOO_MANY, f"{CONNECTIONS_MAX} lines are open already")
             return
-        del self._strangers[line]
-        self._lines[line] = None
-        self._guests.opened(line)
+        del self._unproved[connection]
+        self._connections[connection] = None
+        self._events.opened(connection)
 
-    def heard(self, line: SealedConnection, frame: bytes) -> None:
-        self._guests.heard(line, frame)
+    def received(self, connection: SealedConnection, frame: bytes) -> None:
+        self._events.received(connection, frame)
 
-    def ended(self, line: SealedConnection, end: ConnectionEnd) -> None:
+    def ended(self, connection: SealedConnection, end: ConnectionEnd) -> None:
         if end.fault is not None:
             self.refused[end.fault] += 1
-            self._log(line, end)
-        self._strangers.pop(line, None)
-        if line in self._lines:
-            del self._lines[line]
-            self._guests.ended(line, end)
+            self._log(connection, end)
+        self._unproved.pop(connection, None)
+        if connection in self._connections:
+            del self._connections[connection]
+            self._events.ended(connection, end)
 
-    def _log(self, line: SealedConnection, end: ConnectionEnd) -> None:
-        """A stranger can come often, so each fault is logged now and then only."""
+    def _log(self, connection: SealedConnection, end: ConnectionEnd) -> None:
+        """Log a refusal; each fault at most once per SAME_REFUSAL_S."""
         key, now_s = str(end.fault), time.monotonic()
         if now_s - self._logged_s.get(key, -SAME_REFUSAL_S) >= SAME_REFUSAL_S:
             self._logged_s[key] = now_s
-            log.error("refused a connection from %s: %s", line.where, end.reason)
+            log.error("refused a connection from %s: %s", connection.where, end.reason)

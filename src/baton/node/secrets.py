@@ -1,4 +1,4 @@
-"""Secrets that this machine makes for itself and keeps in files: names of the prefix cache, the key of a local cluster."""
+"""Secrets that this machine makes and keeps in files: for the keys of the prefix cache, and for a local cluster."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ log = logging.getLogger("baton.node")
 
 
 def prefix_secret(folder: Path) -> bytes:
-    """What names in the prefix cache are made with, kept so that they are stable over restarts."""
+    """The secret of prefix cache keys, kept so that they are stable over restarts."""
     return kept_secret(folder / "prefix.key", "KV that was stored under the old one is not found")
 
 
 def shared_prefix_secret(cluster_key: bytes) -> bytes:
-    """The same at all who hold the cluster key, so that a router knows a prefix by the name that its instances give it."""
+    """The same for all holders of the cluster key, so that a router computes the prefix keys of its instances."""
     return hashlib.blake2b(key=cluster_key, digest_size=KEY_BYTES, person=b"baton-prefixes").digest()
 
 
 def store_key(store: str, folder: Path) -> str:
-    """What stands in for a cluster key where a store is and none is given: all who use the store name prefixes alike.
+    """Replaces a cluster key where a store has none: all users of the store get the same prefix keys.
 
-    It is kept with the store where that is a folder, else in `folder`. Whoever can read it could read the KV beside it too.
-    Raises BadStore where there can be no such folder: that is what is wrong then, not the key.
+    It is kept with the store where that is a folder, else in `folder`. A reader of this file could read the stored KV too.
+    Raises BadStore where the store's folder cannot be made.
     """
     url = parse_url(store)
     if url.kind == "file":
@@ -39,10 +39,10 @@ def store_key(store: str, folder: Path) -> str:
 
 
 def kept_secret(path: Path, when_replaced: str) -> bytes:
-    """Read the secret, or make it. Of two processes that make it at once, both end up with the same one.
+    """Read the secret, or make it. Two processes that make it at once get the same one.
 
-    A damaged file is replaced (of two processes that find it so, the last one's secret stays), and a folder that cannot be
-    written costs only that the secret changes with the next start.
+    A damaged file is replaced (of two processes that do so, the last one's secret stays). Where the folder cannot be
+    written, the secret changes with every start.
     """
     made = secrets.token_bytes(KEY_BYTES)
     try:
@@ -73,6 +73,6 @@ def _write(path: Path, secret: bytes, *, replace: bool) -> None:
         else:
             os.link(own, path)
     except FileExistsError:
-        pass  # another process was first, and its secret counts
+        pass  # another process was first; its secret is used
     finally:
         own.unlink(missing_ok=True)

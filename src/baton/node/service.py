@@ -1,9 +1,9 @@
-"""One instance: the engine process, the HTTP server in this one, and what happens when either should stop.
+"""One instance: the engine process, the HTTP server in this process, and how either stops.
 
 signal      → drain: /ready turns 503, new requests are refused, open ones finish, then exit 0 (a second signal: at once)
 engine dies → open requests end with a typed error, /health and /ready turn 503, then exit 1 with the reason
 
-Under a router: when the router says drain, that is a signal; when it has fenced this instance, exit 1 at once.
+Under a router: an order to drain acts as a signal; being fenced exits 1 at once.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from baton.wire.instance_sessions import InstanceSessions
 
 HOST_CHARS_MAX = 32
 DEATH_SHOWN_S = 2.0
-"""How long a dead instance goes on answering 503, so that whoever watches it learns why before the port closes."""
+"""Seconds that an instance with a dead engine answers 503, so that its watchers learn why before the port closes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class ServeSettings(InstanceSettings):
 
 
 def serve(settings: ServeSettings, say: Say) -> None:
-    """Serve until told to stop. Raises CannotServe with the reason where that is not how it ends."""
+    """Serve until told to stop. Raises CannotServe where it ends for another reason."""
     api = _api_settings(settings)
     listener = bind(settings.host, settings.port, "--port")
     try:
@@ -85,7 +85,7 @@ def serve(settings: ServeSettings, say: Say) -> None:
 
 
 def _api_settings(settings: ServeSettings) -> ApiSettings:
-    """Made, and so checked, before anything slow happens."""
+    """Made, and so validated, before anything slow happens."""
     template = settings.chat_template
     return ApiSettings(
         served_model_names=settings.names,
@@ -95,7 +95,7 @@ def _api_settings(settings: ServeSettings) -> ApiSettings:
 
 
 def _prepare(settings: ServeSettings, scratch: Path, say: Say) -> tuple[Path, EngineSettings]:
-    """Where the text side finds its tokeniser, and the engine's settings made whole."""
+    """The folder of the tokeniser, and the completed engine settings."""
     key = cluster_key(settings.engine, settings.cluster_key, settings.cluster_key_file, cache_folder())
     secret = _prefix_secret(settings, key)
     base = replace(settings.engine, prefix_secret=secret, cluster_key=key)
@@ -108,7 +108,7 @@ def _prepare(settings: ServeSettings, scratch: Path, say: Say) -> tuple[Path, En
 
 
 def _prefix_secret(settings: ServeSettings, key: bytes) -> bytes:
-    """Under a router and with a store, of what all have who must find the same prefixes; else this machine's own."""
+    """Under a router or with a store, derived from what all sharers of prefixes have; else this machine's own."""
     store = settings.engine.kv_store
     if settings.engine.router is not None:
         return shared_prefix_secret(key)
@@ -119,7 +119,7 @@ def _prefix_secret(settings: ServeSettings, key: bytes) -> bytes:
 
 
 def default_name(host: str, role: str, port: int) -> str:
-    """Two machines with the same role and port are two instances."""
+    """Includes the host: two machines with the same role and port are two instances."""
     short = re.sub(r"[^A-Za-z0-9_-]+", "-", host.partition(".")[0])[:HOST_CHARS_MAX].strip("-")
     return f"{short or 'host'}-{role}-{port}"
 
@@ -146,7 +146,7 @@ class _Instance:
             await engine.close()
 
     async def _ready(self, engine: EngineClient) -> bool:
-        """False when a signal came before the engine was ready."""
+        """Wait for the engine; False when a signal came first."""
         ready, stop = asyncio.ensure_future(engine.wait_ready()), asyncio.ensure_future(self._signals.stop.wait())
         await asyncio.wait((ready, stop), return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
@@ -168,7 +168,7 @@ class _Instance:
         membership = self._membership(engine, listener)
         async with state_logged(engine, lambda: engine.tokens_made):
             death = await self._until_over(engine, serving, membership)
-        engine.give_up("this instance was stopped")  # whoever is still open hears so instead of being cut off
+        engine.give_up("this instance was stopped")  # open streams end with this error instead of a broken connection
         http.should_exit = True
         await serving
         if death is not None:
@@ -177,7 +177,7 @@ class _Instance:
     async def _until_over(
         self, engine: EngineClient, serving: asyncio.Task[None], membership: RouterMembership | None
     ) -> str | None:
-        """Wait for the end of service. Answers the reason where it is not one that was ordered."""
+        """Wait for the end of service. Returns the reason where it was not ordered."""
         dead, stop = asyncio.ensure_future(engine.wait_dead()), asyncio.ensure_future(self._signals.stop.wait())
         member = asyncio.ensure_future(_never() if membership is None else membership.run())
         await asyncio.wait((dead, stop, serving, member), return_when=asyncio.FIRST_COMPLETED)
@@ -188,7 +188,7 @@ class _Instance:
             why = f"the engine died: {dead.result()}"
         elif member.done():
             why = _why_fenced(member)
-        await _part(member, membership, why or "this instance was stopped")
+        await _leave_router(member, membership, why or "this instance was stopped")
         stop.cancel()
         dead.cancel()
         if engine.death is not None:
@@ -260,9 +260,9 @@ def _why_fenced(member: asyncio.Future[None]) -> str:
     return str(error)
 
 
-async def _part(member: asyncio.Future[None], membership: RouterMembership | None, reason: str) -> None:
-    """No more calls to the router; what was said to it still arrives."""
+async def _leave_router(member: asyncio.Future[None], membership: RouterMembership | None, reason: str) -> None:
+    """Stop reconnecting to the router; sent messages still arrive."""
     member.cancel()
     await asyncio.wait((member,))
     if membership is not None:
-        await membership.part(reason)
+        await membership.close(reason)

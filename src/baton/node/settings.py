@@ -1,6 +1,6 @@
-"""The settings of an instance: what its HTTP server takes, and what travels to its engine process as JSON.
+"""The settings of an instance: those of its HTTP server, and those sent to its engine process as JSON.
 
-Imports neither a server nor torch: the command line reads the declarations here before it knows what it will run.
+Imports neither a server nor torch: the command line reads these declarations before it knows what to run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DEFAULT_MODEL = "smollm2"
 DEFAULT_PEER_PORT = 8100
 CPU_KV_BYTES = 2 << 30
 STAGING_BYTES = 1 << 30
-"""Host memory of an instance with a store for which none is set: what is on its way there and back lies in it."""
+"""Default host memory of an instance with a store: a staging area for KV on its way to and from the store."""
 
 
 class ExecutorKind(StrEnum):
@@ -27,7 +27,7 @@ class ExecutorKind(StrEnum):
 
 
 class LoadFormat(StrEnum):
-    """Where weights come from."""
+    """The source of the weights."""
 
     AUTO = "auto"
     """The model's own files."""
@@ -70,22 +70,22 @@ class LogLevel(StrEnum):
 
 
 class DeviceChoice(StrEnum):
-    """Where the model computes."""
+    """The device the model computes on."""
 
     AUTO = "auto"
-    """CUDA where torch sees such a device."""
+    """CUDA where torch finds such a device."""
     CPU = "cpu"
     CUDA = "cuda"
 
 
 class SpeculateMethod(StrEnum):
-    """Who guesses tokens ahead of a decode."""
+    """The method that proposes draft tokens."""
 
     OFF = "off"
     NAIVE = "naive"
-    """Nobody, but every decode is planned and computed as if somebody did."""
+    """No drafts, but every decode is planned and computed as if there were some."""
     NGRAM = "ngram"
-    """What is known of the sequence: it may repeat itself."""
+    """Drafts from repetitions within the sequence."""
 
 
 Model = Annotated[
@@ -100,7 +100,7 @@ Model = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class HttpSettings:
-    """What an instance and a router both take: where clients come in, and what is logged."""
+    """Settings that instance and router share: the HTTP address and the log."""
 
     model: Model = DEFAULT_MODEL
     host: Annotated[
@@ -173,7 +173,7 @@ class InstanceSettings(HttpSettings):
 @dataclass(frozen=True)
 class EngineSettings(SchedulerSettings, HandoverSettings, TierSettings):
     endpoint: str
-    """Where the front end listens for the engine."""
+    """The address where the front end listens for the engine."""
     model_folder: str | None
     """None runs the scripted executor, which has no model."""
     prefix_secret: bytes
@@ -265,12 +265,12 @@ class EngineSettings(SchedulerSettings, HandoverSettings, TierSettings):
             "Address for peers, to ask for prefill or send KV to. Another than loopback needs a key.",
         ),
     ] = "127.0.0.1"  # fmt: skip
-    """Where this one listens: for peers if it prefills, for KV if it decodes."""
+    """The address this instance listens on: for peers if it prefills, for KV if it decodes."""
     peer_port: Annotated[
         int | None,
         Setting("peer-port", Panel.PEERS, "Where prefill is asked for; 0 picks a free one. Default: 8100.", 0, 65535),
     ] = None
-    """Of the listener for peers; 0 picks a free one, None takes DEFAULT_PEER_PORT."""
+    """Port of the listener for peers; 0 picks a free one, None takes DEFAULT_PEER_PORT."""
     transfer: Annotated[
         Transfer,
         Setting("transfer", Panel.PEERS, "How KV travels; auto takes shared memory on one machine, TCP between two."),
@@ -279,7 +279,7 @@ class EngineSettings(SchedulerSettings, HandoverSettings, TierSettings):
         str | None,
         Setting("router", Panel.ROUTER, "HOST:PORT where a router lets instances in; beyond loopback it needs a key."),
     ] = None
-    """None where clients come to this one alone."""
+    """The router's address; None for an instance without one."""
     name: Annotated[
         str,
         Setting(
@@ -307,12 +307,12 @@ class EngineSettings(SchedulerSettings, HandoverSettings, TierSettings):
 
     @property
     def needs_key(self) -> bool:
-        """Others prove themselves to this instance, or it to them."""
+        """Whether this instance authenticates others or is authenticated by them."""
         return self.has_peers or self.router is not None
 
 
 def decode_settings(data: bytes) -> EngineSettings:
-    """Settings as `msgspec.json.encode` wrote them. Raises BadConfig for a field that is not known."""
+    """Decode settings that `msgspec.json.encode` wrote. Raises BadConfig for an unknown field."""
     given = msgspec.json.decode(data, type=dict[str, Any])
     known = {field.name for field in fields(EngineSettings)}
     if unknown := sorted(given.keys() - known):

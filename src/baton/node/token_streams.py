@@ -1,4 +1,4 @@
-"""Streams of tokens, between those who hear of them and those who read them."""
+"""Token streams between the engine's client and their readers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Key = TypeVar("Key", contravariant=True)
 
 
 class TokenSource(Protocol[Key]):
-    """Where the tokens come from; knows each stream by a key of its own."""
+    """The source of the tokens; identifies each stream by its own key."""
 
     def stop(self, key: Key, keep: int) -> None: ...
 
@@ -24,7 +24,7 @@ class TokenSource(Protocol[Key]):
 
 
 class BufferedTokenStream(Generic[Key]):
-    """The tokens of one accepted request: poured into a sink, or read one burst after the other.
+    """The tokens of one accepted request: pushed into a sink, or read burst by burst.
 
     Unread bursts are bounded by the request's own token limit.
     """
@@ -84,5 +84,5 @@ def logprobs_of(tokens: Sequence[int], lines: Sequence[LogprobLine] | None) -> t
 
 
 def ended_of(end: EndedRequest | ChoiceOutcome) -> StreamEnd:
-    """An end as whoever reads the stream hears of it."""
+    """The end of a request, as its stream reports it."""
     return StreamEnd(end.reason, end.bill.cached_tokens, end.bill, end.fault)

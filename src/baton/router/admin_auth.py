@@ -1,8 +1,8 @@
-"""Who may look into a fleet and change it: where an admin key is set, only those who send it.
+"""Access control of the admin paths: where an admin key is set, only its holders see and change the fleet.
 
-Owns which paths that is about, `/v1/instances` and `/dashboard` with all that is below them, but for the page and its parts,
-which hold no data. Elsewhere the admin key is one more API key, so that a dashboard opened with it can also chat. Does not
-know what the routes do.
+Owns the list of those paths: `/v1/instances` and `/dashboard` with everything below, except the page and its static parts,
+which contain no data. Elsewhere the admin key is one more API key, so that a dashboard opened with it can also chat. Does
+not know what the routes do.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def is_guarded(path: str) -> bool:
 
 
 class AdminAuth:
-    """Answers 401 to who sends no key, and 403 to who sends another, before any route is looked up."""
+    """Answers 401 without a key and 403 with a wrong one, before any route is looked up."""
 
     def __init__(self, app: ASGIApp, admin_key: str) -> None:
         self._app = app
@@ -39,10 +39,10 @@ class AdminAuth:
         return await self._app(scope, receive, send)
 
     def _check(self, authorization: str | None) -> None:
-        """Over hashes of equal length, in constant time."""
+        """Compares hashes of equal length in constant time."""
         if hmac.compare_digest(tenant_of(bearer(authorization, "this router's admin key")), self._wanted):
             return
-        # The header tells the dashboard that another key would do.
+        # The header tells the dashboard that it may ask for another key.
         headers = {"WWW-Authenticate": 'Bearer error="insufficient_scope"'}
         message = "This key may not see or change the fleet; that needs the router's admin key (its --admin-key)"
         raise ApiError(403, message, "permission_error", code="admin_key_needed", headers=headers)

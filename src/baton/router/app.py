@@ -1,8 +1,8 @@
-"""The HTTP surface of a router: that of an instance, and what only a fleet has.
+"""The HTTP surface of a router: that of an instance, and the routes that only a fleet has.
 
-GET    /v1/instances                who is there, and what came of them lately
-POST   /v1/instances/{name}/drain   give one nothing new; it ends when it is empty
-GET    /v1/requests/{id}/stream     go on with an answer whose router was lost
+GET    /v1/instances                the instances, and their latest events
+POST   /v1/instances/{name}/drain   place nothing new there; it ends when it is empty
+GET    /v1/requests/{id}/stream     resume an answer whose router was lost
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from baton.router.instance_connections import InstanceConnections
 def create_router_app(
     engine: FleetEngine,
     sessions: InstanceConnections,
-    chronicle: FleetEventLog,
+    event_log: FleetEventLog,
     dashboard: Dashboard,
     text: ModelText,
     settings: ApiSettings,
@@ -44,27 +44,27 @@ def create_router_app(
     idempotency = Middleware(IdempotencyMiddleware, grace_s=orphan_grace_s, body_bytes_max=settings.body_bytes_max)
     operators = () if admin_key is None else (Middleware(AdminAuth, admin_key=admin_key),)
     if settings.api_keys and admin_key is not None:
-        settings = replace(settings, api_keys=(*settings.api_keys, f":{admin_key}"))  # as it is
+        settings = replace(settings, api_keys=(*settings.api_keys, f":{admin_key}"))  # unchanged
     extras = RouterExtras(
         unclaimed=engine,
         missing=lambda: missing(engine.views()),
         inner=(idempotency, *operators),  # the last one is the outermost
         open_paths=frozenset(OPEN_PATHS),
     )
-    metrics.add(chronicle)
+    metrics.add(event_log)
     app = create_app(engine, text, settings, metrics, extras)
-    _add_routes(app, engine, sessions, chronicle)
+    _add_routes(app, engine, sessions, event_log)
     dashboard.install(app)
     return app
 
 
-def _add_routes(app: FastAPI, engine: FleetEngine, sessions: InstanceConnections, chronicle: FleetEventLog) -> None:
+def _add_routes(app: FastAPI, engine: FleetEngine, sessions: InstanceConnections, event_log: FleetEventLog) -> None:
     async def instances() -> Response:
         data = [shown(view) for view in engine.views()]
-        return _json({"object": "list", "data": data, "events": chronicle.events()})
+        return _json({"object": "list", "data": data, "events": event_log.events()})
 
     async def drain(name: str, request: Request) -> Response:
-        if "origin" in request.headers:  # every browser says it; without a key any page could have sent this
+        if "origin" in request.headers:  # every browser sends it; without a key any page could have sent this
             raise ApiError(403, "Pages may not drain instances; use: baton drain", code="not_for_pages")
         if not any(view.facts.name == name for view in engine.views()):
             known = ", ".join(view.facts.name for view in engine.views()) or "none"
@@ -101,7 +101,7 @@ def shown(view: InstanceView) -> dict[str, object]:
 
 
 def ledger_fields(gauges: SchedulerGauges) -> dict[str, int]:
-    """The gauges of an instance, as operators are shown them."""
+    """The gauges of an instance, as shown to operators."""
     return {
         "running": gauges.running,
         "waiting": gauges.waiting,
@@ -122,7 +122,7 @@ def ledger_fields(gauges: SchedulerGauges) -> dict[str, int]:
 
 
 def missing(views: list[InstanceView]) -> str | None:
-    """What a router lacks to be ready; None when it is."""
+    """Why a router is not ready; None when it is."""
     if any(view.state == "ready" and ROLES[view.facts.role].serves for view in views):
         return None
     there = ", ".join(f"{view.facts.name} ({view.facts.role}, {view.state})" for view in views) or "nobody"

@@ -1,13 +1,13 @@
 """The dashboard: a page, its parts, the state that it polls, and, for demonstrations only, a way to kill an instance.
 
-    GET  /dashboard              the page; nothing of it comes from anywhere else, no script is inline
+    GET  /dashboard              the page; it loads nothing from elsewhere, and no script is inline
     GET  /dashboard/static/…     its parts
-    GET  /dashboard/state        what has changed since a revision, as JSON
+    GET  /dashboard/state        the changes since a revision, as JSON
     POST /dashboard/kill         only where the router was started for a demonstration
 
-The page and its parts hold no data and are open; state and kill need an API key wherever one is set, and the admin key where
-there is one. A kill comes from this machine, to a name of this machine, from a page that this router has served (its token,
-its origin), and ends a process only if that is an instance's, on this machine.
+The page and its parts contain no data and are open; state and kill need an API key where one is set, and the admin key where
+there is one. A kill must come from this machine, addressed to a name of this machine, from a page that this router has
+served (its token, its origin), and ends a process only if it is an instance on this machine.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ _HEADERS = {
 
 
 def _packed() -> dict[str, bytes]:
-    """The parts of the page, as they were packed with us."""
+    """The files of the page, as packaged."""
     folder = resources.files("baton.router") / "static"
     return {part.name: part.read_bytes() for part in folder.iterdir() if Path(part.name).suffix in _KINDS}
 
 
 _PARTS = _packed()
 OPEN_PATHS = frozenset({PAGE, *(STATIC + name for name in _PARTS)})
-"""What is served without a key."""
+"""Paths served without a key."""
 
 
 class _Kill(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     incarnation: str
-    """As the state showed it: whoever has come back since is not meant."""
+    """As in the state that was shown: a later incarnation is not killed."""
 
 
 class Dashboard:
@@ -120,7 +120,7 @@ class Dashboard:
         return Response(encode({"killed": wanted.name, "pid": pid}), media_type="application/json")
 
     def _check_killer(self, request: Request) -> None:
-        """Not by another site's script, not from another machine, not under a name that somebody pointed here."""
+        """Reject scripts of other sites, other machines, and host names that were made to resolve to this machine."""
         if not self._demo:
             raise ApiError(404, "Instances can be killed only where the router runs with --demo", code="not_found")
         host = request.headers.get("host", "")
@@ -150,7 +150,7 @@ def _hostname(netloc: str) -> str:
 
 
 def _is_an_instance(pid: int) -> bool:
-    """A pid is what somebody said of itself, and may be another's by now: look at what runs there."""
+    """Whether the process is an instance: the pid is self-reported and may have been reused, so its command line is read."""
     if pid <= 1 or pid == os.getpid():
         return False
     try:

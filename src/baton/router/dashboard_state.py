@@ -1,7 +1,7 @@
-"""What the dashboard shows, gathered from what the router says: instances, ledgers over time, requests, events.
+"""The state that the dashboard shows, collected from the router's effects: instances, gauges over time, requests, events.
 
-Owns bounded rings of all of it and knows no clock, no socket and no text: not a word of a prompt or an answer is here.
-`snapshot(since)` gives what has changed after a revision, ready to be written as JSON. Costs one look-up a delivery.
+Owns bounded rings of all of it. Pure: no clock and no socket. Contains no text of prompts or answers. `snapshot(since)`
+returns the changes after a revision, ready to be encoded as JSON. Costs one lookup per delivery.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from baton.router.quantiles import QuantileWindow
 from baton.router.timeline import ChoiceTimeline
 
 SAMPLES = 300
-"""Of one a second: five minutes."""
+"""One a second: five minutes."""
 REQUESTS_MAX = 200
 OPEN_MAX = 4096
 """Open requests that are followed; more are served, but not shown."""
@@ -36,16 +36,16 @@ LANES_MAX = 16
 EVENTS_MAX = 100
 INSTANCES_MAX = 64
 GONE_US = SAMPLES * 1_000_000
-"""An instance that has left is shown for as long as its samples."""
+"""Microseconds for which an instance that has left is shown: as long as its samples."""
 
-PARTED = frozenset({"lost", "left", "suspected", "stuck", "fenced"})
+LEFT = frozenset({"lost", "left", "suspected", "stuck", "fenced"})
 T = TypeVar("T")
 
 COUNTED = {TimelineStage.PREEMPTED: "preemptions", TimelineStage.HANDOVER: "handovers"}
 
 
 class ShownInstance(Protocol):
-    """What the router knows of an instance that is in session."""
+    """The router's view of an instance in session."""
 
     @property
     def facts(self) -> Join: ...
@@ -59,11 +59,11 @@ class ShownInstance(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    body: RequestNumber
+    number: RequestNumber
     request_id: str
     path: str
     prompt_tokens: int | None
-    """None: it was asked of a router that was lost."""
+    """None for a request of a router that was lost."""
     choices: int
     began_us: int
     lanes: list[ChoiceTimeline]
@@ -72,7 +72,7 @@ class _Request:
 
     def shown(self) -> dict[str, object]:
         return {
-            "body": self.body,
+            "body": self.number,
             "id": self.request_id,
             "path": self.path,
             "prompt_tokens": self.prompt_tokens,
@@ -83,8 +83,8 @@ class _Request:
 
 
 @dataclass(slots=True, eq=False)
-class _Seen:
-    """An instance, over all of its lives."""
+class _InstanceHistory:
+    """An instance, over all of its incarnations."""
 
     facts: Join
     ledger: SchedulerGauges
@@ -93,7 +93,7 @@ class _Seen:
     lives: int
     seen_us: int
     samples: deque[tuple[int, list[int]]] = field(default_factory=lambda: deque(maxlen=SAMPLES))
-    """(revision, values as in `LEDGER_COLUMNS`)"""
+    """(revision, [at_us, free, evictable, used, leased, receiving, leaving, running, waiting])"""
 
     def shown(self) -> dict[str, object]:
         facts, ledger = self.facts, self.ledger
@@ -101,7 +101,7 @@ class _Seen:
             "name": facts.name,
             "role": facts.role,
             "state": self.state,
-            "incarnation": str(facts.incarnation),  # more than a number of JavaScript holds
+            "incarnation": str(facts.incarnation),  # exceeds JavaScript's safe integers
             "lives": self.lives,
             "pid": facts.pid,
             "url": facts.url,
@@ -122,34 +122,33 @@ class _Seen:
         }
 
 
-LEDGER_COLUMNS = ("at_us", "free", "evictable", "used", "leased", "receiving", "leaving", "running", "waiting")
-FLEET_COLUMNS = ("at_us", "waiting", "open", "tokens", "ttft_p50", "ttft_p95", "tpot_p50", "tpot_p95", "moves")
-
-
 class RouterState:
     def __init__(self, started_us: int, window_s: int = 60) -> None:
         self._started_us = started_us
         self._rev = 0
         self._requests: dict[RequestNumber, _Request] = {}
         self._ended: deque[RequestNumber] = deque()
-        self._instances: dict[str, _Seen] = {}
+        self._instances: dict[str, _InstanceHistory] = {}
         self._events: deque[tuple[int, dict[str, object]]] = deque(maxlen=EVENTS_MAX)
         self._fleet: deque[tuple[int, list[int | None]]] = deque(maxlen=SAMPLES)
+        """(revision, [at_us, waiting, open, tokens, ttft_p50, ttft_p95, tpot_p50, tpot_p95, moves])"""
         self._totals = {"requests": 0, "tokens": 0, "moves": 0, "preemptions": 0, "handovers": 0}
         self._sampled = dict(self._totals)
-        """As of the last sample."""
+        """`_totals` at the last sample."""
         self._first_token = QuantileWindow(window_s)
         self._per_token = QuantileWindow(window_s)
 
-    # ── what the router says ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── events of the router ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def asked(self, body: RequestNumber, request_id: str, path: str, prompt_tokens: int, choices: int, now_us: int) -> None:
-        """A client's request became this body."""
+    def request_received(
+        self, number: RequestNumber, request_id: str, path: str, prompt_tokens: int, choices: int, now_us: int
+    ) -> None:
+        """Follow a client's new request."""
         self._totals["requests"] += 1
-        self._follow(_Request(body, request_id, path, prompt_tokens, choices, now_us, _lanes(choices)))
+        self._follow(_Request(number, request_id, path, prompt_tokens, choices, now_us, _lanes(choices)))
 
     def take(self, act: object, now_us: int) -> None:
-        """Everything that the router wants done comes by here; what is not to be shown is passed over."""
+        """Take any act of the router; those that are not shown are ignored."""
         match act:
             case DeliverTokens():
                 self._delivered(act, now_us)
@@ -157,22 +156,22 @@ class RouterState:
                 self._noted(act)
             case FleetChanged():
                 self._fleet_changed(act, now_us)
-            case RequestDeclined(body, refusal):
-                self._end_all(body, f"declined: {refusal.code.value}", now_us)
+            case RequestDeclined(number, refusal):
+                self._end_all(number, f"declined: {refusal.code.value}", now_us)
             case UnclaimedFound():
                 self._found(act, now_us)
-            case UnclaimedDropped(body):
-                self._end_all(body, "dropped: its router was lost, and nobody came for it", now_us)
+            case UnclaimedDropped(number):
+                self._end_all(number, "dropped: its router was lost, and nobody came for it", now_us)
             case _:
                 pass
 
     def sample(self, views: Iterable[ShownInstance], waiting: int, now_us: int) -> None:
-        """To be called once a second."""
+        """Sample gauges and latencies. Call once a second."""
         rev = self._next()
         for seen in self._instances.values():
             seen.state, seen.open = "gone", 0
         for view in views:
-            self._see(view, rev, now_us)
+            self._update_instance(view, rev, now_us)
         self._forget_gone(now_us)
         since = {name: total - self._sampled[name] for name, total in self._totals.items()}
         self._sampled = dict(self._totals)
@@ -181,10 +180,10 @@ class RouterState:
         counts = [waiting, len(self._requests) - len(self._ended), since["tokens"]]
         self._fleet.append((rev, [now_us, *counts, *ttft, *tpot, since["moves"]]))
 
-    # ── what the page is told ────────────────────────────────────────────────────────────────────────────────────────────
+    # ── output ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def snapshot(self, now_us: int, since: int = 0, epoch: str = "") -> dict[str, object]:
-        """What has changed after revision `since` of `epoch`; all of it where that was another router's."""
+        """The changes after revision `since` of `epoch`; everything where the epoch is another router's."""
         if epoch != self.epoch or since > self._rev:
             since = 0
         return {
@@ -205,7 +204,7 @@ class RouterState:
         return str(self._started_us)
 
     def _latest(self) -> list[_Request]:
-        latest = sorted(self._requests.values(), key=lambda request: (request.began_us, request.body))
+        latest = sorted(self._requests.values(), key=lambda request: (request.began_us, request.number))
         return latest[-REQUESTS_MAX:]
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -215,17 +214,17 @@ class RouterState:
             return
         request.open_lanes = len(request.lanes)
         request.rev = self._next()
-        self._requests[request.body] = request
+        self._requests[request.number] = request
 
-    def _found(self, orphan: UnclaimedFound, now_us: int) -> None:
+    def _found(self, unclaimed: UnclaimedFound, now_us: int) -> None:
         try:
-            origin = decode_origin(orphan.origin)
+            origin = decode_origin(unclaimed.origin)
         except BadOrigin:
             return
-        choices = len(orphan.delivered)
-        request = self._requests.get(orphan.request)
+        choices = len(unclaimed.delivered)
+        request = self._requests.get(unclaimed.request)
         if request is None:
-            self._follow(request := _Request(orphan.request, "", "", None, choices, now_us, _lanes(choices)))
+            self._follow(request := _Request(unclaimed.request, "", "", None, choices, now_us, _lanes(choices)))
         more = _lanes(choices)[len(request.lanes) :]
         request.lanes += more
         request.open_lanes += len(more)
@@ -235,7 +234,7 @@ class RouterState:
             choices,
             self._next(),
         )
-        for lane, tokens, outcome in zip(request.lanes, orphan.delivered, orphan.outcomes, strict=False):
+        for lane, tokens, outcome in zip(request.lanes, unclaimed.delivered, unclaimed.outcomes, strict=False):
             lane.found(len(tokens or ()), now_us)
             if outcome is not None and lane.end(now_us, outcome.reason.value):
                 self._lane_ended(request)
@@ -262,7 +261,7 @@ class RouterState:
             self._totals[COUNTED[note.stage]] += 1
         request = self._requests.get(note.request)
         if request is None and note.stage is TimelineStage.RESUMED and note.choice < LANES_MAX:
-            # Of a router that was lost. Whose it is, and how many choices it has, is told when all of it is found.
+            # Of a router that was lost. UnclaimedFound will bring its origin and its number of choices.
             request = _Request(note.request, "", "", None, note.choice + 1, note.at_us, _lanes(note.choice + 1))
             self._follow(request)
         if request is None or note.choice >= len(request.lanes):
@@ -276,8 +275,8 @@ class RouterState:
         if note.stage is TimelineStage.ENDED:
             self._lane_ended(request)
 
-    def _end_all(self, body: RequestNumber, finish: str, now_us: int) -> None:
-        request = self._requests.get(body)
+    def _end_all(self, number: RequestNumber, finish: str, now_us: int) -> None:
+        request = self._requests.get(number)
         if request is None:
             return
         for lane in request.lanes:
@@ -288,7 +287,7 @@ class RouterState:
     def _lane_ended(self, request: _Request) -> None:
         request.open_lanes -= 1
         if request.open_lanes == 0:
-            self._ended.append(request.body)
+            self._ended.append(request.number)
             if len(self._ended) > REQUESTS_MAX:
                 del self._requests[self._ended.popleft()]
 
@@ -299,18 +298,18 @@ class RouterState:
         event = {"at_us": now_us, "name": name, "incarnation": str(incarnation), "what": change.what, "why": change.why}
         self._events.append((self._next(), event))
         seen = self._instances.get(name)
-        if seen is not None and change.what in PARTED and seen.facts.incarnation == incarnation:
+        if seen is not None and change.what in LEFT and seen.facts.incarnation == incarnation:
             seen.state, seen.open = "gone", 0
 
-    def _see(self, view: ShownInstance, rev: int, now_us: int) -> None:
+    def _update_instance(self, view: ShownInstance, rev: int, now_us: int) -> None:
         facts, ledger = view.facts, view.ledger
         seen = self._instances.get(facts.name)
         if seen is None:
-            seen = self._instances[facts.name] = _Seen(facts, ledger, view.state, view.open, 1, now_us)
+            seen = self._instances[facts.name] = _InstanceHistory(facts, ledger, view.state, view.open, 1, now_us)
         if facts.incarnation != seen.facts.incarnation:
             seen.lives += 1
         seen.facts, seen.ledger, seen.state, seen.open, seen.seen_us = facts, ledger, view.state, view.open, now_us
-        if any(_blocks(ledger)):  # else its first beat is yet to come
+        if any(_blocks(ledger)):  # otherwise its first heartbeat is yet to come
             seen.samples.append((rev, [now_us, *_blocks(ledger), ledger.running, ledger.waiting]))
 
     def _forget_gone(self, now_us: int) -> None:

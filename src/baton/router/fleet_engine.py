@@ -1,8 +1,8 @@
-"""A whole fleet as one engine: what the HTTP surface submits is carried by whichever instances there are.
+"""A whole fleet as one engine for the HTTP surface.
 
-Implements `api.engine.Engine` and `api.stream_resume.UnclaimedRequests`. Owns the requests of clients of this router, each
-with one stream a choice, and the orphans of an earlier router. The router decides where a choice runs and what becomes of it
-when an instance is lost; here tokens become bursts, and wishes of clients become orders. All on one event loop.
+Implements `api.engine.Engine` and `api.stream_resume.UnclaimedRequests`. Owns the requests of this router's clients, each
+with one stream per choice, and the unclaimed requests of an earlier router. The router decides where a choice runs and what
+happens when an instance is lost; here tokens become bursts, and calls of clients become orders. Runs on one event loop.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from baton.api.engine import ROUTER, UNKNOWN_CONTEXT, EngineInfo, Gauges, StreamEnd, TokenBurst, TokenStream
 from baton.api.original_request import BadOrigin, OriginalRequest, decode_origin
@@ -48,45 +48,40 @@ RoutedChoiceKey = tuple[RequestNumber, int]
 
 
 @dataclass(slots=True, eq=False)
-class _Open:
+class _OpenRequest:
     """A request that is not over."""
 
     number: RequestNumber
-    asker: RequestOwner
+    owner: RequestOwner
     streams: list[BufferedTokenStream[RoutedChoiceKey]]
     opening: asyncio.Future[None] | None
-    """Somebody waits to hear whether it is accepted."""
+    """Resolved when the request is accepted or refused; None where no submitter waits."""
     ends: list[FinishReason | None]
-    """By choice: how it will end for its reader, once that is decided here (cut or aborted); None while it runs."""
+    """By choice: the finish reason decided here (stopped or aborted); None while it runs."""
     over: list[bool]
-    """By choice: its reader has the last burst."""
+    """By choice: whether its stream has the last burst."""
     places: list[tuple[str, ...]]
-    """By choice: the instances that had it, for the access log."""
+    """By choice: the instances it ran on, for the access log."""
 
 
 @dataclass(slots=True, eq=False)
-class _Orphaned:
-    open: _Open
+class _UnclaimedEntry:
+    open: _OpenRequest
     found: UnclaimedRequest
-
-
-@dataclass(slots=True)
-class _Books:
-    by_request: dict[RequestNumber, _Open] = field(default_factory=dict)
-    orphans: dict[RequestOwner, _Orphaned] = field(default_factory=dict)
 
 
 class FleetEngine:
     def __init__(self, connections: InstanceConnections, state: RouterState, vocabulary: int) -> None:
-        """`vocabulary` is the tokenizer's: what prompts are checked against before any instance has joined."""
+        """`vocabulary` is the tokenizer's; prompts are checked against it before any instance has joined."""
         self._connections = connections
         self._state = state
-        self._books = _Books()
+        self._requests: dict[RequestNumber, _OpenRequest] = {}
+        self._unclaimed: dict[RequestOwner, _UnclaimedEntry] = {}
         self._totals = LifetimeTotals()
         self._began_us = connections.clock_us()
         self.info = EngineInfo(UNKNOWN_CONTEXT, vocabulary, slots=0, blocks=0, block_size=0, carries=True)
         self._found = asyncio.Event()
-        self._fewer = asyncio.Event()
+        self._request_closed = asyncio.Event()
         self.draining = False
         connections.watch(self._take)
 
@@ -98,7 +93,7 @@ class FleetEngine:
 
     @property
     def gauges(self) -> Gauges:
-        router, views = self._connections.router_sessions.router, self.look()
+        router, views = self._connections.router_sessions.router, self.sample_views()
         ledgers = [view.ledger for view in views]
         return Gauges(
             SchedulerGauges(
@@ -122,17 +117,17 @@ class FleetEngine:
     async def submit(self, group: Sequence[Submission], origin: OriginalRequest | None = None) -> list[TokenStream]:
         if origin is None:
             raise InvariantViolated("a router cannot carry a request whose origin it does not know")
-        asker = RequestOwner(origin.tenant, origin.request_id)
-        self._check(asker)
+        owner = RequestOwner(origin.tenant, origin.request_id)
+        self._check(owner)
         opening: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        made: list[_Open] = []
+        made: list[_OpenRequest] = []
 
-        def told(number: RequestNumber, now_us: int) -> None:
-            made.append(self._begin(number, asker, len(group), opening))
+        def on_number(number: RequestNumber, now_us: int) -> None:
+            made.append(self._begin(number, owner, len(group), opening))
             prompt_tokens = sum(len(one.prompt) for one in group if one.leader is None)
-            self._state.asked(number, origin.request_id, origin.path, prompt_tokens, len(group), now_us)
+            self._state.request_received(number, origin.request_id, origin.path, prompt_tokens, len(group), now_us)
 
-        self._connections.submit(origin.tenant, group, origin.encode(), told)
+        self._connections.submit(origin.tenant, group, origin.encode(), on_number)
         try:
             await opening
         except asyncio.CancelledError:
@@ -140,26 +135,26 @@ class FleetEngine:
             raise
         return list[TokenStream](made[0].streams)
 
-    def _check(self, asker: RequestOwner) -> None:
+    def _check(self, owner: RequestOwner) -> None:
         if self.draining:
             raise Refused(Refusal(RefusalCode.DRAINING, "this router is being stopped", retry_after_s=1))
-        if asker in self._books.orphans:
-            message = f"the request id '{asker.request_id}' is in use: its answer waits to be resumed"
+        if owner in self._unclaimed:
+            message = f"the request id '{owner.request_id}' is in use: its answer waits to be resumed"
             raise Refused(Refusal(RefusalCode.DUPLICATE_ID, message))
 
     # ── streams ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def stop(self, key: RoutedChoiceKey, keep: int) -> None:
         number, choice = key
-        entry = self._books.by_request.get(number)
+        entry = self._requests.get(number)
         if entry is not None and entry.ends[choice] is None:
             entry.ends[choice] = FinishReason.STOP
-            self._connections.cut(number, choice, keep)
+            self._connections.stop_choice(number, choice, keep)
 
     def abort(self, key: RoutedChoiceKey) -> None:
-        """Once no choice of a request is read any more, the request is left."""
+        """Abort a choice. Once every choice is over or aborted, the request is cancelled."""
         number, choice = key
-        entry = self._books.by_request.get(number)
+        entry = self._requests.get(number)
         if entry is None or entry.over[choice]:
             return
         if entry.ends[choice] is None:
@@ -167,19 +162,19 @@ class FleetEngine:
         if all(over or end is not None for over, end in zip(entry.over, entry.ends, strict=True)):
             self._leave(entry)
 
-    def _leave(self, entry: _Open) -> None:
-        if entry.number in self._books.by_request:
+    def _leave(self, entry: _OpenRequest) -> None:
+        if entry.number in self._requests:
             self._connections.leave(entry.number)
             self._drop(entry)
 
-    def _drop(self, entry: _Open) -> None:
-        """Nothing more is heard of it: whoever still reads hears an end."""
+    def _drop(self, entry: _OpenRequest) -> None:
+        """Forget the request; streams that are still read get an end."""
         for stream, over, end, places in zip(entry.streams, entry.over, entry.ends, entry.places, strict=True):
             if not over:
                 stream.push(TokenBurst((), (), StreamEnd(end or FinishReason.ABORT, 0, places=places)))
         self._close(entry)
 
-    # ── what the router tells ────────────────────────────────────────────────────────────────────────────────────────────
+    # ── events of the router ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _take(self, act: Act, now_us: int) -> None:
         self._state.take(act, now_us)
@@ -187,57 +182,57 @@ class FleetEngine:
             case DeliverTokens():
                 self._delivered(act)
             case RequestOpened(number):
-                entry = self._books.by_request.get(number)
+                entry = self._requests.get(number)
                 if entry is not None and entry.opening is not None and not entry.opening.done():
                     entry.opening.set_result(None)
             case RequestDeclined(number, refusal):
                 self._declined(number, refusal)
             case UnclaimedFound():
-                self._orphaned(act)
+                self._unclaimed_found(act)
             case UnclaimedDropped(number):
-                self._orphan_dropped(number)
+                self._unclaimed_dropped(number)
             case FleetChanged():
                 self.info = info_of(self.views(), self.info)
             case TimelineNoted(number, choice, TimelineStage.PLACED | TimelineStage.RESUMED, where) if where is not None:
-                entry = self._books.by_request.get(number)
+                entry = self._requests.get(number)
                 if entry is not None and entry.places[choice][-1:] != (where,):
                     entry.places[choice] += (where,)
             case _:
                 pass
 
     def _begin(
-        self, number: RequestNumber, asker: RequestOwner, choices: int, opening: asyncio.Future[None] | None
-    ) -> _Open:
+        self, number: RequestNumber, owner: RequestOwner, choices: int, opening: asyncio.Future[None] | None
+    ) -> _OpenRequest:
         streams = [BufferedTokenStream(self, (number, choice)) for choice in range(choices)]
-        entry = _Open(number, asker, streams, opening, [None] * choices, [False] * choices, [()] * choices)
-        self._books.by_request[number] = entry
+        entry = _OpenRequest(number, owner, streams, opening, [None] * choices, [False] * choices, [()] * choices)
+        self._requests[number] = entry
         return entry
 
-    def _close(self, entry: _Open) -> None:
-        self._books.by_request.pop(entry.number, None)
-        self._fewer.set()
+    def _close(self, entry: _OpenRequest) -> None:
+        self._requests.pop(entry.number, None)
+        self._request_closed.set()
 
     def _delivered(self, act: DeliverTokens) -> None:
-        entry = self._books.by_request.get(act.request)
+        entry = self._requests.get(act.request)
         if entry is None:
             return
-        stream, orphan = entry.streams[act.choice], self._books.orphans.get(entry.asker)
+        stream, unclaimed = entry.streams[act.choice], self._unclaimed.get(entry.owner)
         lines = _lines(act.extras)
         if lines is not None and len(lines) < len(act.tokens):
-            # Found late, at an instance to which it had moved: what was computed before that is known by its ids alone.
-            if orphan is None:
+            # Reported late by an instance to which it had moved: of earlier tokens only the ids are known.
+            if unclaimed is None:
                 stream.fail("log-probabilities were lost with an instance")
                 return
-            orphan.found.logprobs_from[act.choice] = len(act.tokens) - len(lines)
+            unclaimed.found.logprobs_from[act.choice] = len(act.tokens) - len(lines)
         for burst in bursts_of(tuple(act.tokens), lines, act.cached_tokens, act.outcome):
             stream.push(burst if burst.ended is None else _placed(burst, burst.ended, entry.places[act.choice]))
         if act.outcome is not None:
             entry.over[act.choice] = True
-            if all(entry.over) and orphan is None:
+            if all(entry.over) and unclaimed is None:
                 self._close(entry)
 
     def _declined(self, number: RequestNumber, refusal: Refusal) -> None:
-        entry = self._books.by_request.get(number)
+        entry = self._requests.get(number)
         if entry is None or entry.opening is None:
             return
         self._close(entry)
@@ -246,9 +241,9 @@ class FleetEngine:
 
     # ── the UnclaimedRequests protocol ───────────────────────────────────────────────────────────────────────────────────
 
-    async def find(self, asker: RequestOwner) -> UnclaimedRequest | None:
-        while asker not in self._books.orphans:
-            # Before it denies the id of a request, those who may hold it must have had time to say so.
+    async def find(self, owner: RequestOwner) -> UnclaimedRequest | None:
+        while owner not in self._unclaimed:
+            # Before an id is denied, instances that may hold it must have had time to join.
             left_us = self._began_us + SETTLE_US - self._connections.clock_us()
             if left_us <= 0:
                 return None
@@ -257,91 +252,92 @@ class FleetEngine:
                 await asyncio.wait_for(self._found.wait(), left_us / 1e6)
             except TimeoutError:
                 return None
-        return self._books.orphans[asker].found
+        return self._unclaimed[owner].found
 
-    def claim(self, asker: RequestOwner, group: Sequence[Submission]) -> list[TokenStream]:
-        orphan = self._books.orphans.pop(asker, None)
-        if orphan is None:
+    def claim(self, owner: RequestOwner, group: Sequence[Submission]) -> list[TokenStream]:
+        unclaimed = self._unclaimed.pop(owner, None)
+        if unclaimed is None:
             raise Refused(Refusal(RefusalCode.DUPLICATE_ID, "somebody else has just come for it"))
-        entry = orphan.open
+        entry = unclaimed.open
         self._connections.claim(entry.number, group)
         if all(entry.over):
             self._close(entry)
         return list[TokenStream](entry.streams)
 
-    def drop(self, asker: RequestOwner) -> bool:
-        orphan = self._books.orphans.pop(asker, None)
-        if orphan is None:
+    def drop(self, owner: RequestOwner) -> bool:
+        unclaimed = self._unclaimed.pop(owner, None)
+        if unclaimed is None:
             return False
-        self._leave(orphan.open)
+        self._leave(unclaimed.open)
         return True
 
-    def _orphaned(self, act: UnclaimedFound) -> None:
+    def _unclaimed_found(self, act: UnclaimedFound) -> None:
         try:
             origin = decode_origin(act.origin)
         except BadOrigin as error:
             log.error("an instance holds a request that cannot be resumed: %s", error)
             asyncio.get_running_loop().call_soon(self._connections.leave, act.request)
             return
-        asker = RequestOwner(origin.tenant, origin.request_id)
-        known = self._books.by_request.get(act.request)
+        owner = RequestOwner(origin.tenant, origin.request_id)
+        known = self._requests.get(act.request)
         if known is not None:
             self._close(known)
-        entry = self._begin(act.request, asker, len(act.delivered), None)
+        entry = self._begin(act.request, owner, len(act.delivered), None)
         for choice, stream in enumerate(entry.streams):
             entry.over[choice] = act.outcomes[choice] is not None
             for burst in history_of(act, choice):
                 stream.push(burst)
-        self._books.orphans[asker] = _Orphaned(entry, UnclaimedRequest(origin, _logprobs_from(act)))
+        self._unclaimed[owner] = _UnclaimedEntry(entry, UnclaimedRequest(origin, _logprobs_from(act)))
         self._found.set()
 
-    def _orphan_dropped(self, number: RequestNumber) -> None:
-        entry = self._books.by_request.get(number)
+    def _unclaimed_dropped(self, number: RequestNumber) -> None:
+        entry = self._requests.get(number)
         if entry is not None:
-            self._books.orphans.pop(entry.asker, None)
+            self._unclaimed.pop(entry.owner, None)
             self._drop(entry)
 
-    # ── for the router around it ─────────────────────────────────────────────────────────────────────────────────────────
+    # ── for the router's service ─────────────────────────────────────────────────────────────────────────────────────────
 
     def views(self) -> list[InstanceView]:
         return self._connections.router_sessions.router.views()
 
-    def look(self) -> list[InstanceView]:
-        """The same, to be called now and then: of a life that was not looked at, nothing is counted when it is gone."""
-        self._totals.look(views := self.views())
+    def sample_views(self) -> list[InstanceView]:
+        """`views`, and update the lifetime totals. Call regularly: counts of an instance that was never looked at are
+        lost."""
+        self._totals.update(views := self.views())
         return views
 
     @property
-    def orphans(self) -> int:
-        return len(self._books.orphans)
+    def unclaimed(self) -> int:
+        return len(self._unclaimed)
 
     @property
     def open_requests(self) -> int:
-        """Those with a client."""
-        return len(self._books.by_request) - len(self._books.orphans)
+        """Requests with a client."""
+        return len(self._requests) - len(self._unclaimed)
 
     async def wait_idle(self) -> None:
         while self.open_requests:
-            self._fewer.clear()
-            await self._fewer.wait()
+            self._request_closed.clear()
+            await self._request_closed.wait()
 
     def give_up(self) -> None:
-        """This router ends now: whoever still reads hears so. Nothing is cancelled."""
-        for entry in list(self._books.by_request.values()):
+        """The router stops now: open streams end with an error. Nothing is cancelled."""
+        for entry in list(self._requests.values()):
             if entry.opening is not None and not entry.opening.done():
                 entry.opening.set_exception(Refused(Refusal(RefusalCode.DRAINING, "this router was stopped", 1)))
             for stream, over in zip(entry.streams, entry.over, strict=True):
                 if not over:
                     stream.fail("this router was stopped")
-        self._books = _Books()
-        self._fewer.set()
+        self._requests, self._unclaimed = {}, {}
+        self._request_closed.set()
 
 
 # ── values ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def info_of(views: Sequence[InstanceView], before: EngineInfo) -> EngineInfo:
-    """What every serving instance can do; while there is none, what was known before."""
+    """What every serving instance supports; while there is none, `before`."""
     serving = [view.facts for view in views if ROLES[view.facts.role].serves]
     if not serving:
         return before
@@ -358,7 +354,7 @@ def info_of(views: Sequence[InstanceView], before: EngineInfo) -> EngineInfo:
 def bursts_of(
     tokens: tuple[int, ...], lines: Sequence[LogprobLine] | None, cached_tokens: int | None, outcome: ChoiceOutcome | None
 ) -> list[TokenBurst]:
-    """Usually one. Tokens whose log-probabilities are not known any more come before and apart from those with."""
+    """Usually one burst. Tokens whose log-probabilities were lost come first, in a burst of their own."""
     ended = None if outcome is None else ended_of(outcome)
     bare = 0 if lines is None else len(tokens) - len(lines)
     rest = TokenBurst(tokens[bare:], logprobs_of(tokens[bare:], lines), ended, cached_tokens)
@@ -370,18 +366,18 @@ def _placed(burst: TokenBurst, ended: StreamEnd, places: tuple[str, ...]) -> Tok
 
 
 def _lines(extras: object) -> Sequence[LogprobLine] | None:
-    """What the router gives with tokens is a list of log-probabilities or nothing."""
+    """The router's extras are a list of log-probabilities or empty."""
     return extras if isinstance(extras, Sequence) and len(extras) else None
 
 
 def history_of(act: UnclaimedFound, choice: int) -> list[TokenBurst]:
-    """Everything from the first token on."""
+    """The whole output of a choice so far."""
     tokens, cached, outcome = act.delivered[choice], act.cached_tokens[choice], act.outcomes[choice]
     return [] if tokens is None else bursts_of(tokens, _lines(act.extras[choice]), cached, outcome)
 
 
 def _logprobs_from(act: UnclaimedFound) -> list[int]:
-    """Only where they were asked for: then at least the last token has some, or there is no token yet."""
+    """By choice: the index of the first token with log-probabilities. Where they were asked for, the last token has some."""
     return [
         len(tokens or ()) - len(extras) if extras else 0 for tokens, extras in zip(act.delivered, act.extras, strict=True)
     ]

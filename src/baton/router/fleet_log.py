@@ -1,6 +1,6 @@
-"""What came of the fleet, for operators: its latest events in words, and counts for the metrics page.
+"""The fleet's latest events in words, for operators, and its counts for the metrics page.
 
-Owns a bounded list of events and the router's part of `/metrics`. Everything else is read from the router when asked for.
+Owns a bounded list of events and the router's part of `/metrics`. Everything else is read from the router on request.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class FleetEventLog(Collector):
         sessions.watch(self._take)
 
     def events(self) -> list[dict[str, object]]:
-        """The latest, the oldest of them first."""
+        """The latest events, oldest first."""
         return list(self._events)
 
     def _take(self, act: Act, now_us: int) -> None:  # noqa: ARG002
@@ -67,7 +67,7 @@ class FleetEventLog(Collector):
         yield open_there
         yield GaugeMetricFamily("baton_router_waiting", "Choices that wait for a place", value=router.waiting)
         yield GaugeMetricFamily("baton_router_open", "Requests of clients that are open", value=self._engine.open_requests)
-        yield GaugeMetricFamily("baton_orphans", "Requests that wait to be resumed", value=self._engine.orphans)
+        yield GaugeMetricFamily("baton_orphans", "Requests that wait to be resumed", value=self._engine.unclaimed)
         yield CounterMetricFamily("baton_orphans_found", "Requests of a lost router that were found", value=counts.orphans)
         yield CounterMetricFamily(
             "baton_orphans_dropped", "Of those, requests that nobody came for", value=counts.orphans_dropped

@@ -1,12 +1,12 @@
-"""The same answer for the same question: requests with an `Idempotency-Key` are answered once, however often they are sent.
+"""Requests with an `Idempotency-Key` are answered once, however often they are sent.
 
-    first with its key     runs; its response is written down as it is sent
-    again, same body       follows that record from its start, while it is written and for a while after
+    first with its key     runs; its response is recorded as it is sent
+    again, same body       replays the record from its start, while it is written and for a while after
     again, another body    422
 
-Owns the records: bytes of responses, by tenant and key, bounded in size and in time. A client with a key that hangs up does
-not cancel: its answer goes on for `grace_s`, and beyond if somebody comes back for it. Only whole answers are kept: after
-an error, or a stream that broke, the key is as new. Knows HTTP and nothing of what is asked.
+Owns the records: bytes of responses, by tenant and key, bounded in size and in time. A client with a key that disconnects
+does not cancel: its answer continues for `grace_s`, and longer if the client returns. Only complete answers are kept: after
+an error, or a stream that broke, the key is free again. Knows HTTP and nothing of the content of requests.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from baton.api.responses import DONE
 
 HEADER = "Idempotency-Key"
 REPLAYED = "Idempotent-Replayed"
-"""On an answer that was made for an earlier request; its X-Request-Id is that request's."""
+"""Set on an answer made for an earlier request; its X-Request-Id is that request's."""
 KEY_CHARS_MAX = 256
 RECORDS_BYTES_MAX = 64 << 20
 KEPT_S = 600.0
@@ -46,16 +46,16 @@ class _Record:
     done: bool = False
     ended_s: float = 0.0
     too_large: bool = False
-    """Nothing is kept for those who come later."""
+    """Whether the record exceeded the limit, so that it cannot be replayed."""
     followers: int = 0
     news: asyncio.Event = field(default_factory=asyncio.Event)
     gone: asyncio.Event = field(default_factory=asyncio.Event)
-    """Nobody has followed it for the grace."""
+    """Set once it had no follower for the grace period."""
     running: asyncio.Task[None] | None = None
     leaving: asyncio.TimerHandle | None = None
 
     def is_whole(self) -> bool:
-        """A good status, and a stream that says that it is over."""
+        """A success status, and a stream with its final event."""
         head = self.messages[0] if self.messages else {}
         if head.get("status") != 200 or not self.done:
             return False
@@ -64,7 +64,7 @@ class _Record:
 
 
 class IdempotencyMiddleware:
-    """A ring inside of Auth."""
+    """Runs inside of the authentication middleware."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class IdempotencyMiddleware:
         self._body_bytes_max = body_bytes_max
         self._clock_s = clock_s
         self._records: dict[Name, _Record] = {}
-        """The oldest first."""
+        """Oldest first."""
         self._bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -95,13 +95,13 @@ class IdempotencyMiddleware:
         except ApiError as error:
             await error.response()(scope, receive, send)
         except ClientDisconnect:
-            pass  # nobody to answer, and nothing was begun
+            pass  # the client has left before anything was begun
         else:
             scope["state"]["request_id"] = record.request_id
             await self._follow(record, receive, send if is_first else _replaying(send))
 
     async def _record_of(self, key: str, scope: Scope, receive: Receive) -> tuple[_Record, bool]:
-        """And whether it begins with this request."""
+        """The record, and whether this request begins it."""
         if not 1 <= len(key) <= KEY_CHARS_MAX:
             raise invalid(HEADER, f"{HEADER} must have 1 to {KEY_CHARS_MAX} characters")
         body, name = await self._body(scope, receive), (scope["state"]["tenant"], key)
@@ -121,7 +121,7 @@ class IdempotencyMiddleware:
         return record, is_first
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
-        """One byte beyond the limit is enough: the route says what is wrong with it."""
+        """At most one byte beyond the limit: the route rejects it."""
         parts: list[bytes] = []
         size = 0
         async for part in Request(scope, receive).stream():
@@ -152,7 +152,7 @@ class IdempotencyMiddleware:
             self._wake(record)
 
         try:
-            # The route that answers puts what it finds into the scope: the one that is followed keeps its own.
+            # The route writes into the scope's state; the request that is answered keeps its own.
             await self._app({**scope, "state": dict(scope["state"])}, receive, write)
         finally:
             record.done, record.ended_s = True, self._now_s()
@@ -175,7 +175,7 @@ class IdempotencyMiddleware:
         if self._bytes > self._bytes_max:
             record.too_large = True
 
-    # ── reading one ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── replaying a record ───────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _follow(self, record: _Record, receive: Receive, send: Send) -> None:
         record.followers += 1
@@ -198,7 +198,7 @@ class IdempotencyMiddleware:
             while at < len(record.messages):
                 message = dict(record.messages[at])
                 if "headers" in message:
-                    message["headers"] = list(message["headers"])  # rings outside write their own into it
+                    message["headers"] = list(message["headers"])  # outer middleware adds its own headers to it
                 at += 1
                 await send(message)
             if record.done or hangup.done():
@@ -207,7 +207,7 @@ class IdempotencyMiddleware:
             await asyncio.wait((news, hangup), return_when=asyncio.FIRST_COMPLETED)
             news.cancel()
 
-    # ── what is kept ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── expiry ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _expire(self) -> None:
         oldest_s = self._now_s() - self._kept_s

@@ -1,8 +1,8 @@
 """The instances' connections to this router, and the one place where the router is driven.
 
-Owns the lines, the clock and the timer: whatever a connection brings, whatever a client asks and whatever time brings goes
-into the router here, and what the router wants done is done here, in its order. Messages go out, connections are closed, and
-everything else is told to those who watch. Promises that what happens while acts are performed is heard after them.
+Owns the connections, the clock and the timer: messages of instances, requests of clients and deadlines go into the router
+here, and its acts are performed here, in order. Messages are sent, connections closed, and all other acts passed to the
+watchers. Promises that events raised while acts are performed are handled after them.
 """
 
 from __future__ import annotations
@@ -10,36 +10,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from baton.core.engine.request import Submission
 from baton.core.routing.events import FleetChanged, Session
 from baton.core.routing.identity import RequestNumber
+from baton.node.clock import monotonic_us
 from baton.node.sealed_connection import ConnectionEnd, Listener, SealedConnection
 from baton.wire.router_messages import TurnedAway, decode_from_instance, encode_membership
 from baton.wire.router_sessions import Act, CloseConnection, RouterSessions, SayToInstance
 
 log = logging.getLogger("baton.router")
 
-BAD_NEWS = frozenset({"lost", "suspected", "stuck", "fenced", "refused"})
-"""What an operator should see also where the log shows warnings only."""
-TOLD_MAX = 1024
+WARNING_CHANGES = frozenset({"lost", "suspected", "stuck", "fenced", "refused"})
+"""Changes that are logged as warnings."""
+LOGGED_MAX = 1024
 
 Watcher = Callable[[Act, int], None]
-"""Told an act and when it was."""
-
-
-def monotonic_us() -> int:
-    return time.monotonic_ns() // 1000
-
-
-@dataclass(frozen=True, slots=True)
-class _Lost:
-    session: Session
-    reason: str
+"""Called with an act and its time in microseconds."""
 
 
 class InstanceConnections:
@@ -48,46 +37,46 @@ class InstanceConnections:
     ) -> None:
         self.router_sessions = router_sessions
         self.clock_us = clock_us
-        self.door = Listener(cluster_key, f"router {name}", self)
-        self._lines: dict[Session, SealedConnection] = {}
+        self.listener = Listener(cluster_key, f"router {name}", self)
+        self._connections: dict[Session, SealedConnection] = {}
         self._sessions: dict[SealedConnection, Session] = {}
         self._watchers: list[Watcher] = []
         self._turned_away: Counter[str] = Counter()
-        self._told: dict[str, FleetChanged] = {}
-        """By name: what was last logged of it."""
+        self._last_logged: dict[str, FleetChanged] = {}
+        """By name: the change last logged."""
         self._performing = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_us = 0
 
     async def open(self, listener: socket.socket) -> None:
-        await self.door.open(listener)
+        await self.listener.open(listener)
         self._arm()
 
     def close(self, reason: str) -> None:
-        """Nothing is decided any more. Instances keep what is open for as long as they were told to."""
+        """Stop driving the router. Instances keep open requests for the grace period."""
         if self._timer is not None:
             self._timer.cancel()
         self._sessions.clear()
-        self._lines.clear()
-        self.door.close(reason)
+        self._connections.clear()
+        self.listener.close(reason)
 
     def watch(self, watcher: Watcher) -> None:
-        """Everything that is not for an instance is told to it, in order."""
+        """Pass every act that is not for an instance to this watcher, in order."""
         self._watchers.append(watcher)
 
     def refused(self) -> dict[str, int]:
-        """Connections, frames and instances that were not let in, by reason."""
-        return dict(self.door.refused + self._turned_away)
+        """Connections, frames and instances that were rejected, by reason."""
+        return dict(self.listener.refused + self._turned_away)
 
-    # ── what clients ask ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── requests of clients ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def submit(
-        self, tenant: str, group: Sequence[Submission], origin: bytes, told: Callable[[RequestNumber, int], None]
+        self, tenant: str, group: Sequence[Submission], origin: bytes, on_number: Callable[[RequestNumber, int], None]
     ) -> RequestNumber:
-        """`told` hears of the request's number before anything else of it happens."""
+        """`on_number` gets the request's number before any act about it is performed."""
         now_us = self.clock_us()
         number, acts = self.router_sessions.submit(tenant, group, origin, now_us)
-        told(number, now_us)
+        on_number(number, now_us)
         self._perform(acts, now_us)
         return number
 
@@ -95,9 +84,9 @@ class InstanceConnections:
         now_us = self.clock_us()
         self._perform(self.router_sessions.leave(number, now_us), now_us)
 
-    def cut(self, number: RequestNumber, choice: int, keep: int) -> None:
+    def stop_choice(self, number: RequestNumber, choice: int, keep: int) -> None:
         now_us = self.clock_us()
-        self._perform(self.router_sessions.cut(number, choice, keep, now_us), now_us)
+        self._perform(self.router_sessions.stop_choice(number, choice, keep, now_us), now_us)
 
     def claim(self, number: RequestNumber, group: Sequence[Submission]) -> None:
         now_us = self.clock_us()
@@ -107,25 +96,25 @@ class InstanceConnections:
         now_us = self.clock_us()
         self._perform(self.router_sessions.drain(name, now_us), now_us)
 
-    # ── what lines bring ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── events of connections ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def opened(self, line: SealedConnection) -> None:
+    def opened(self, connection: SealedConnection) -> None:
         session = self.router_sessions.connected(self.clock_us())
-        self._lines[session], self._sessions[line] = line, session
+        self._connections[session], self._sessions[connection] = connection, session
         self._arm()
 
-    def heard(self, line: SealedConnection, frame: bytes) -> None:
-        session = self._sessions.get(line)
+    def received(self, connection: SealedConnection, frame: bytes) -> None:
+        session = self._sessions.get(connection)
         if session is not None:
             message, now_us = decode_from_instance(frame), self.clock_us()
-            self._perform(self.router_sessions.heard(session, message, now_us), now_us)
+            self._perform(self.router_sessions.receive(session, message, now_us), now_us)
 
-    def ended(self, line: SealedConnection, end: ConnectionEnd) -> None:
-        session = self._sessions.pop(line, None)
+    def ended(self, connection: SealedConnection, end: ConnectionEnd) -> None:
+        session = self._sessions.pop(connection, None)
         if session is None:
-            return  # we closed it
-        del self._lines[session]
-        if self._performing:  # a line that broke under what we wrote: its loss comes after what is being done
+            return  # closed by us
+        del self._connections[session]
+        if self._performing:  # a connection that broke while we wrote to it: its loss is handled after the current acts
             asyncio.get_running_loop().call_soon(self._lose, session, end.reason)
         else:
             self._lose(session, end.reason)
@@ -148,49 +137,49 @@ class InstanceConnections:
                             self._turned_away["fenced" if message.fenced else "turned_away"] += 1
                     case CloseConnection(session, reason):
                         self._send(session, frames.pop(session, []))
-                        self._hang_up(session, reason)
+                        self._close_connection(session, reason)
                     case _:
-                        self._tell(act, now_us)
+                        self._notify(act, now_us)
             for session, ready in frames.items():
                 self._send(session, ready)
         finally:
             self._performing = False
         self._arm()
 
-    def _tell(self, act: Act, now_us: int) -> None:
+    def _notify(self, act: Act, now_us: int) -> None:
         if isinstance(act, FleetChanged):
             self._log(act)
         for watcher in self._watchers:
             watcher(act, now_us)
 
     def _log(self, change: FleetChanged) -> None:
-        """One that is turned away calls again and again: that is news only once."""
-        level = logging.WARNING if change.what in BAD_NEWS else logging.INFO
+        """A rejected instance tries again and again: the same change is logged once."""
+        level = logging.WARNING if change.what in WARNING_CHANGES else logging.INFO
         if change.what == "draining" and not self.router_sessions.router.fleet.servers:
             level = logging.WARNING
-        if change == self._told.get(change.name):
+        if change == self._last_logged.get(change.name):
             level = logging.DEBUG
-        self._told.pop(change.name, None)
-        self._told[change.name] = change
-        if len(self._told) > TOLD_MAX:
-            del self._told[next(iter(self._told))]
+        self._last_logged.pop(change.name, None)
+        self._last_logged[change.name] = change
+        if len(self._last_logged) > LOGGED_MAX:
+            del self._last_logged[next(iter(self._last_logged))]
         log.log(level, "instance %s (%d) %s: %s", change.name, change.incarnation, change.what, change.why or "-")
 
     def _send(self, session: Session, frames: list[bytes]) -> None:
-        line = self._lines.get(session)
-        if line is not None and frames:
-            line.send(frames)
+        connection = self._connections.get(session)
+        if connection is not None and frames:
+            connection.send(frames)
 
-    def _hang_up(self, session: Session, reason: str) -> None:
-        line = self._lines.pop(session, None)
-        if line is not None:
-            del self._sessions[line]
-            line.part(reason)
+    def _close_connection(self, session: Session, reason: str) -> None:
+        connection = self._connections.pop(session, None)
+        if connection is not None:
+            del self._sessions[connection]
+            connection.close(reason)
 
     # ── time ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _arm(self) -> None:
-        """A timer that is too early only asks again, so it is moved for an earlier deadline alone."""
+        """A timer that is too early only re-arms itself, so it is moved only for an earlier deadline."""
         deadline_us = self.router_sessions.next_deadline()
         if deadline_us is None:
             return

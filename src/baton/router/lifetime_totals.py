@@ -1,7 +1,7 @@
-"""What all instances that there ever were have counted, also those that are gone.
+"""Sums of counters over all instances that ever joined, including those that have left.
 
-Owns the last counts of each life. They only grow, as whoever scrapes them takes for granted; of what a life counted after it
-was last looked at nothing is known.
+Keeps the last counts of each incarnation, so that the sums never decrease, as scrapers expect. Counts made after an
+incarnation was last looked at are lost.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from baton.core.engine.gauges import SchedulerGauges
 from baton.core.routing.fleet_members import InstanceView
 
 COUNTS = ("prefix_queries", "prefix_hits", "steps", "preemptions", "handovers")
-LIVES_MAX = 1024
-"""Lives that may still come back; the counts of older ones are kept in one sum."""
+INCARNATIONS_MAX = 1024
+"""Incarnations counted separately because they may return; the counts of older ones are kept as one sum."""
 
-Life = tuple[str, int]
+IncarnationKey = tuple[str, int]
 
 
 class LifetimeTotals:
     def __init__(self) -> None:
-        self._lives: dict[Life, dict[str, int]] = {}
-        """The one that was seen last is the last."""
+        self._incarnations: dict[IncarnationKey, dict[str, int]] = {}
+        """The most recently seen one is last."""
         self._past = dict.fromkeys(COUNTS, 0)
 
-    def look(self, views: Iterable[InstanceView]) -> None:
+    def update(self, views: Iterable[InstanceView]) -> None:
         for view in views:
-            life = (str(view.facts.name), view.facts.incarnation)
-            known = self._lives.pop(life, dict.fromkeys(COUNTS, 0))
-            self._lives[life] = {name: max(count, _count(view.ledger, name)) for name, count in known.items()}
-        while len(self._lives) > LIVES_MAX:
-            oldest = self._lives.pop(next(iter(self._lives)))
+            key = (str(view.facts.name), view.facts.incarnation)
+            known = self._incarnations.pop(key, dict.fromkeys(COUNTS, 0))
+            self._incarnations[key] = {name: max(count, _count(view.ledger, name)) for name, count in known.items()}
+        while len(self._incarnations) > INCARNATIONS_MAX:
+            oldest = self._incarnations.pop(next(iter(self._incarnations)))
             self._past = {name: count + oldest[name] for name, count in self._past.items()}
 
     def of(self, name: str) -> int:
-        return self._past[name] + sum(counts[name] for counts in self._lives.values())
+        return self._past[name] + sum(counts[name] for counts in self._incarnations.values())
 
 
 def _count(gauges: SchedulerGauges, name: str) -> int:

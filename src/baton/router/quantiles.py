@@ -1,7 +1,7 @@
-"""Quantiles of what was measured lately, in bounded memory. Knows no clock: every call says what time it is.
+"""Quantiles over a sliding time window, in bounded memory. Has no clock: every call passes the time.
 
-Measurements are counted by second and by size. Sizes are exact below 32 and within 1/32 above, so that a second needs at
-most a few hundred counts however much was measured in it.
+Measurements are counted by second and by size bucket. Buckets are exact below 32 and within 1/32 above, so that a second
+needs at most a few hundred counts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _VALUE_MAX = (1 << 42) - 1
 
 
 def size_of(value: int) -> int:
-    """The number of the bucket that a value falls into; larger values never have a smaller one."""
+    """The bucket of a value; larger values never have a smaller bucket."""
     value = min(max(value, 0), _VALUE_MAX)
     shift = max(value.bit_length() - _EXACT_BITS, 0)
     return shift * _HALF + (value >> shift)
@@ -36,7 +36,7 @@ class QuantileWindow:
     def __init__(self, seconds: int = 60) -> None:
         self._seconds = seconds
         self._counts: deque[tuple[int, dict[int, int]]] = deque()
-        """(second, count by size), oldest first."""
+        """(second, count by bucket), oldest first."""
 
     def add(self, value_us: int, now_us: int, weight: int = 1) -> None:
         second = now_us // SECOND_US

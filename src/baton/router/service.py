@@ -1,8 +1,8 @@
-"""The router's process: where clients come in, where instances come in, and what happens when it should stop.
+"""The router's process: the HTTP server, the listener for instances, and how it stops.
 
 signal → drain: /ready turns 503, new requests are refused, open ones finish, then exit 0 (a second signal: at once)
 
-It starts with nobody there and needs no disk: what is open when it is killed, its instances keep for a while.
+It starts without instances and needs no disk: when it is killed, its instances keep the open requests for a while.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from baton.api.model_text import ModelText, load_text, read_template
 from baton.api.settings import ApiSettings
 from baton.core.routing.config import RouterConfig
 from baton.core.routing.router import Router
+from baton.node.clock import monotonic_us
 from baton.node.gc_pauses import freeze_gc
 from baton.node.http_server import (
     CannotServe,
@@ -32,7 +33,7 @@ from baton.node.http_server import (
     address_of,
     bind,
     check_host,
-    door_key,
+    listener_key,
     model_name,
     state_logged,
     url_of,
@@ -46,14 +47,14 @@ from baton.router.dashboard import Dashboard
 from baton.router.dashboard_state import RouterState
 from baton.router.fleet_engine import FleetEngine
 from baton.router.fleet_log import FleetEventLog
-from baton.router.instance_connections import InstanceConnections, monotonic_us
+from baton.router.instance_connections import InstanceConnections
 from baton.router.settings import RouterProcessSettings
 from baton.wire.router_sessions import RouterSessions
 
 log = logging.getLogger("baton.router")
 
 SAMPLE_S = 1.0
-"""Between two points of the dashboard's curves."""
+"""Seconds between two points of the dashboard's curves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,14 +72,14 @@ class RouterSettings(RouterProcessSettings):
 
 
 def route(settings: RouterSettings, say: Say) -> None:
-    """Route until told to stop. Raises CannotServe, or what else is wrong with the settings, where it cannot."""
+    """Route until told to stop. Raises CannotServe, or the error in the settings, where it cannot."""
     template = settings.chat_template
     api = ApiSettings(
         served_model_names=settings.names,
         api_keys=settings.api_keys,
         chat_template=None if template is None else read_template(template),
     )
-    key = door_key(settings.join_host, settings.cluster_key, settings.cluster_key_file)
+    key = listener_key(settings.join_host, settings.cluster_key, settings.cluster_key_file)
     clients = bind(settings.host, settings.port, "--port")
     try:
         instances = bind(settings.join_host, settings.join_port, "--join-port")
@@ -127,13 +128,13 @@ class _Process:
         async with state_logged(engine, lambda: metrics.tokens_given):
             await self._until_over(engine, serving)
         sampling.cancel()
-        engine.give_up()  # whoever is still open hears so instead of being cut off
+        engine.give_up()  # open streams end with this error instead of a broken connection
         http.should_exit = True
         await serving
         sessions.close("this router was stopped")
 
     def _config(self, folder: Path) -> RouterConfig:
-        """Instances of another model are turned away also while there is nobody to compare them with."""
+        """Instances of another model are rejected even while no other instance has joined."""
         mark = mark_of(folder, self._settings.scripted)
         if not mark:
             log.warning("there are no weights in %s: the first instance decides which model this router has", folder)
@@ -143,10 +144,10 @@ class _Process:
         self, engine: FleetEngine, sessions: InstanceConnections, state: RouterState, text: ModelText, metrics: Metrics
     ) -> FastAPI:
         dashboard = Dashboard(state, monotonic_us, engine.views, demo=self._settings.demo)
-        chronicle = FleetEventLog(sessions, engine)
+        event_log = FleetEventLog(sessions, engine)
         grace_s = self._settings.config.orphan_grace_us / 1e6
         admin_key = self._settings.admin_key
-        return create_router_app(engine, sessions, chronicle, dashboard, text, self._api, metrics, grace_s, admin_key)
+        return create_router_app(engine, sessions, event_log, dashboard, text, self._api, metrics, grace_s, admin_key)
 
     async def _until_over(self, engine: FleetEngine, serving: asyncio.Task[None]) -> None:
         stop = asyncio.ensure_future(self._signals.stop.wait())
@@ -174,4 +175,4 @@ class _Process:
 async def _sample(state: RouterState, engine: FleetEngine, router: Router) -> None:
     while True:
         await asyncio.sleep(SAMPLE_S)
-        state.sample(engine.look(), router.waiting, monotonic_us())
+        state.sample(engine.sample_views(), router.waiting, monotonic_us())

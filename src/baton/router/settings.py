@@ -1,4 +1,4 @@
-"""The options of a router's process, without the server that they are for."""
+"""The options of a router's process; imports no server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from baton.node.settings import HttpSettings
 
 @dataclass(frozen=True, kw_only=True)
 class RouterProcessSettings(HttpSettings):
-    """MODEL is for its tokeniser and chat template; no weights are loaded."""
+    """MODEL provides tokeniser and chat template; no weights are loaded."""
 
     admin_key: Annotated[
         str | None,

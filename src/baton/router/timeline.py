@@ -1,9 +1,9 @@
-"""What happened to one choice of a request, as the timeline shows it: notes in the order of time, each until the next.
+"""The timeline of one choice of a request: notes in the order of time, each lasting until the next.
 
     queued ── placed d1 ── prefill p1 ── hand-over d1 ── decode d1 ── moved (from d1) ── placed d2 ── decode d2 ── ended
 
-Notes of what goes on inside an instance travel with its beat, so they come after later notes of the router itself; they
-are put where they belong. Bounded: a choice that is moved without end keeps its beginning and its latest notes.
+Notes from inside an instance come with its heartbeat, after later notes of the router itself; they are inserted by time.
+Bounded: a choice with too many notes keeps its first and its latest.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WHY_MAX = 200
 LASTING = frozenset(
     {TimelineStage.QUEUED, TimelineStage.PLACED, TimelineStage.PREFILL, TimelineStage.HANDOVER, TimelineStage.DECODE}
 )
-"""To be told of one of these again is no news."""
+"""Stages whose repetition is ignored."""
 BEFORE_A_TOKEN = frozenset(
     {TimelineStage.QUEUED, TimelineStage.PLACED, TimelineStage.RESUMED, TimelineStage.PREFILL, TimelineStage.HANDOVER}
 )
@@ -32,7 +32,7 @@ class TimelineNote:
     where: str
     at_us: int
     tokens: int
-    """Delivered when this was noted."""
+    """Tokens delivered when this was noted."""
     why: str
 
 
@@ -47,7 +47,7 @@ class ChoiceTimeline:
         self.finish = ""
 
     def note(self, stage: TimelineStage, where: str, at_us: int, why: str = "") -> bool:
-        """Whether it was news."""
+        """Add a note; returns whether it changed the timeline."""
         if stage is TimelineStage.ENDED:
             return self.end(at_us, why)
         if self.ended_us is not None and at_us > self.ended_us:
@@ -56,14 +56,14 @@ class ChoiceTimeline:
         while at > 0 and self.notes[at - 1].at_us > at_us:
             at -= 1
         if stage is TimelineStage.DECODE and at > 0 and self.notes[at - 1].stage is TimelineStage.PREFILL:
-            return False  # the last chunk of the prefill was planned, not computed: its token will show when that is done
+            return False  # the last chunk of the prefill was planned, not computed: `delivered` will note the decode
         if self._is_known(stage, where, at, at_us):
             return False
         self._put(at, TimelineNote(stage, where, at_us, self.tokens, why[:WHY_MAX]))
         return True
 
     def delivered(self, tokens: int, at_us: int) -> None:
-        """Tokens came, so it decodes: nobody has to wait for the beat that says so."""
+        """Count tokens. Where no decode was noted yet, note it now instead of waiting for the heartbeat."""
         if self.notes and self.notes[-1].stage in BEFORE_A_TOKEN:
             self._put(len(self.notes), TimelineNote(TimelineStage.DECODE, self.place, at_us, self.tokens, ""))
         if self.last_token_us is None:
@@ -72,7 +72,7 @@ class ChoiceTimeline:
         self.tokens += tokens
 
     def found(self, tokens: int, at_us: int) -> None:
-        """It had come so far with a router that was lost; when its first token came is not known."""
+        """A router that was lost had delivered this many tokens; the time of the first one is unknown."""
         self.tokens, self.last_token_us = tokens, at_us
 
     def end(self, at_us: int, finish: str) -> bool:
@@ -83,7 +83,7 @@ class ChoiceTimeline:
 
     @property
     def place(self) -> str:
-        """Where it is carried out now, or was last."""
+        """The instance that it runs on, or ran on last."""
         return next((note.where for note in reversed(self.notes) if note.stage in AT_A_PLACE), "")
 
     def shown(self) -> dict[str, object]:
@@ -112,7 +112,7 @@ class ChoiceTimeline:
             self.left_out += 1
 
     def _is_known(self, stage: TimelineStage, where: str, at: int, at_us: int) -> bool:
-        """The note before says the same; or the one after does, which then began earlier than was thought."""
+        """Whether the note before says the same, or the one after does; the latter is moved to the earlier time."""
         if stage not in LASTING:
             return False
         if at > 0 and (self.notes[at - 1].stage, self.notes[at - 1].where) == (stage, where):

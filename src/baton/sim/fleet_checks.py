@@ -93,4 +93,4 @@ class FleetChecks:
             judge.took_moves("member", switch.router.fleet.moves())
         for relay in (*self._upheaval.relays(), *(relay for seat in self._seats for relay in seat.relays)):
             judge.took_moves("relay", relay.moves())
-            judge.took_moves("standing", relay.turns())
+            judge.took_moves("standing", relay.session_moves())

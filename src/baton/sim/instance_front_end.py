@@ -160,13 +160,13 @@ class InstanceFrontEnd:
 
     def _keeps_nothing(self, away_us: int) -> None:
         """No router has been there for so long that nobody will ask for what was open."""
-        if self._away_us == away_us and self.relay.kept_choices and self.relay.standing is InstanceSessionState.AWAY:
+        if self._away_us == away_us and self.relay.kept_choices and self.relay.state is InstanceSessionState.AWAY:
             raise LawBroken(FORGOTTEN, f"{self.life.host.name} keeps {self.relay.kept_choices} choices for a lost router")
 
     def took(self, frames: list[bytes]) -> None:
         for frame in frames:
             message = decode_from_router(frame)
-            out = self.relay.heard(message, self._front.world.now_us)
+            out = self.relay.receive(message, self._front.world.now_us)
             if isinstance(message, Cancel) and message.serial in self._running and message not in out.orders:
                 raise LawBroken(ENDS_AT_ONCE, f"{self.life.host.name} was told to end {message.serial}, and does not")
             self._carry_out(out)
@@ -184,10 +184,10 @@ class InstanceFrontEnd:
             self._beats.set(self._begun_us + self._beat_us)
         for order in out.orders:
             self._order(order)
-        for message in out.says:
+        for message in out.messages:
             self._say(message)
-        if out.neighbours is not None:
-            self._order(PrefillPeerAddresses(out.neighbours))
+        if out.prefill_peers is not None:
+            self._order(PrefillPeerAddresses(out.prefill_peers))
         if out.turned_away is not None:
             self.line.reset(self.line.session, out.turned_away)
         if out.drain and not self.drains:

@@ -216,7 +216,7 @@ class RouterHost:
     def cut(self, passage: RouterRequest, place: int, keep: int) -> None:
         if passage.body is not None and passage.body in self._passages:
             self.book.cut(passage.body, place)
-            self._carry_out(self.switch.cut(passage.body, place, keep, self.host.world.now_us))
+            self._carry_out(self.switch.stop_choice(passage.body, place, keep, self.host.world.now_us))
 
     def claim(self, group: Sequence[Submission], asker: RequestListener) -> tuple[RouterRequest, UnclaimedAnswer] | None:
         """A client comes for what it was in the middle of when an earlier router was lost. None: not known here (yet).
@@ -249,7 +249,7 @@ class RouterHost:
         try:
             message = decode_from_instance(frame)
             self.book.heard(session, message, now_us)
-            acts = self.switch.heard(session, message, now_us)
+            acts = self.switch.receive(session, message, now_us)
         except WireError as error:
             self._shut(session, str(error))
             self.lost(session, str(error))
@@ -276,7 +276,7 @@ class RouterHost:
         session = self.switch.connected(self.host.world.now_us)
         for frame in frames:
             try:
-                acts = self.switch.heard(session, decode_from_instance(frame), self.host.world.now_us)
+                acts = self.switch.receive(session, decode_from_instance(frame), self.host.world.now_us)
             except WireError as error:
                 acts = self.switch.lost(session, str(error), self.host.world.now_us)
             self._carry_out(acts)

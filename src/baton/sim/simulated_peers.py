@@ -41,8 +41,8 @@ from baton.sim.world import Host
 from baton.wire.peer_messages import (
     Register,
     decode_registration,
-    decode_to_giver,
-    decode_to_taker,
+    decode_to_decode_side,
+    decode_to_prefill_side,
     encode_peer,
     encode_registration,
 )
@@ -208,7 +208,7 @@ class _Talk:
             if not self.registered:
                 self._register(frame)
             else:
-                message = decode_to_giver(frame) if self._gives else decode_to_taker(frame)
+                message = decode_to_prefill_side(frame) if self._gives else decode_to_decode_side(frame)
                 self._hear(Heard(self._peer, message))
                 self._perhaps_echo(message)
 

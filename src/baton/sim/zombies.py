@@ -65,7 +65,7 @@ class ZombieInstance:
 
     def took(self, frames: list[bytes]) -> None:
         for frame in frames:
-            self._carry_out(self.relay.heard(decode_from_router(frame), self.host.world.now_us))
+            self._carry_out(self.relay.receive(decode_from_router(frame), self.host.world.now_us))
         self._post()
 
     def _carry_out(self, out: SessionEffects) -> None:
@@ -79,7 +79,7 @@ class ZombieInstance:
             if isinstance(order, Submit):  # it was welcomed: the router knew nothing of the later life
                 no = Refusal(RefusalCode.DRAINING, "an old life takes nothing")
                 self._carry_out(self.relay.take(refused(order.ticket, no), now_us))
-        for message in out.says:
+        for message in out.messages:
             self._say(message)
         if out.turned_away is not None:
             raise LawBroken(FENCED, f"{self._join.name}, life {self._join.incarnation}, was not fenced: {out.turned_away}")

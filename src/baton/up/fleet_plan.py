@@ -1,4 +1,4 @@
-"""Which processes a fleet is made of, and their command lines. No process is started here.
+"""The processes of a fleet and their command lines. Starts no process.
 
 baton router MODEL --port 8000 --join-port 0                     first; its banner tells where instances join
 baton serve MODEL --role decode --name decode-1 --router 127.0.0.1:41234
@@ -18,7 +18,7 @@ LOOPBACK = "127.0.0.1"
 INSTANCES_MAX = 64
 ROLES = ("prefill", "decode", "mixed")
 SERVING_ROLES = ("decode", "mixed")
-"""Roles that a router can send a request to."""
+"""Roles that a router sends requests to."""
 
 
 def _fleet(
@@ -42,7 +42,7 @@ class BadFleet(BatonError):
 
 @dataclass(frozen=True, slots=True)
 class RouterPorts:
-    """Where a router listens. Zero in a plan: any free one."""
+    """The ports of a router. Zero in a plan: any free one."""
 
     http: int
     join: int = 0
@@ -76,7 +76,7 @@ class FleetPlan:
         int | None, _fleet("threads", "CPU threads of each instance. Default: its share of the cores.", 1)
     ] = None
     api_keys: tuple[str, ...] = field(default=(), repr=False)
-    """They go to all of them in the environment: everybody on the machine can read command lines."""
+    """Passed to all processes in the environment, since every user of the machine can read command lines."""
     drain_timeout_s: Annotated[
         float, _fleet("drain-timeout", "Seconds that open requests get to finish after Ctrl-C.", 0)
     ] = 30.0
@@ -88,11 +88,11 @@ class FleetPlan:
         ),
     ] = 10_000_000  # fmt: skip
     admin_key: str | None = field(default=None, repr=False)
-    """It goes the same way."""
+    """Passed in the environment, like `api_keys`."""
     kv_store: str | None = field(default=None, repr=False)
-    """So does this, which may have a password in it."""
+    """Passed in the environment: it may contain a password."""
     cluster_key: str | None = field(default=None, repr=False)
-    """And so does this. None: one for this fleet alone."""
+    """Passed in the environment. None: one is made for this fleet."""
 
     def __post_init__(self) -> None:
         if self.decode + self.mixed == 0:

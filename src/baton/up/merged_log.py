@@ -1,7 +1,7 @@
-"""One log out of many: whole lines of several processes, each behind the name of the one that said it.
+"""Merges the output of several processes into one log: whole lines, each prefixed with the name of its process.
 
-Promises that a line is never torn by another's and that nobody waits for the reader: where standard error takes nothing (a
-paused terminal, a full pipe), lines beyond the queue are dropped and counted, and the fleet goes on.
+Promises that a line is never interrupted by another, and that writers never block: where standard error takes nothing (a
+paused terminal, a full pipe), lines beyond the queue are dropped and counted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 class LineSplitter:
-    """Bytes in, whole lines out, however they were cut on the way. A line beyond the limit comes in pieces."""
+    """Splits bytes into whole lines, however they were chunked. A line beyond the limit comes in pieces."""
 
     def __init__(self, bytes_max: int = LINE_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
@@ -36,7 +36,7 @@ class LineSplitter:
         return [_text(line) for line in whole]
 
     def close(self) -> list[str]:
-        """What came after the last line end."""
+        """The text after the last line end."""
         rest, self._rest = self._rest, b""
         return [_text(rest)] if rest else []
 
@@ -46,12 +46,12 @@ def _text(line: bytes) -> str:
 
 
 def _shorter(moment: re.Match[str]) -> str:
-    """The time of day is enough beside what happens now."""
+    """Keep only the time of day."""
     return f"{moment[1]} "
 
 
 class MergedLog:
-    """Use as a context: inside, a thread of its own writes."""
+    """A context manager: inside, a thread writes the queued lines."""
 
     def __init__(self, names: tuple[str, ...], out: TextIO | None = None, colours: bool | None = None) -> None:
         self._out = sys.stderr if out is None else out
@@ -69,20 +69,20 @@ class MergedLog:
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(queue.Full):
             self._lines.put(None, timeout=1.0)
-        self._writer.join(timeout=2.0)  # a reader that takes nothing does not keep us: the thread is a daemon
+        self._writer.join(timeout=2.0)  # a reader that takes nothing does not block the exit: the thread is a daemon
 
     def line(self, name: str, text: str) -> None:
-        """Something that a process said."""
+        """Log a line of a process's output."""
         if text.strip():
             self._put(f"{self._prefix(name)} {_MOMENT.sub(_shorter, text)}\n")
 
     def note(self, name: str, text: str) -> None:
-        """Something that happened to a process."""
+        """Log an event of a process."""
         dim, plain = (_DIM, _PLAIN) if self._colours else ("", "")
         self._put(f"{self._prefix(name)} {dim}── {text}{plain}\n")
 
     def say(self, text: str) -> None:
-        """Something of the whole fleet; may be several lines, which stay together."""
+        """Log a text of the fleet; several lines stay together."""
         self._put(text + "\n")
 
     def _prefix(self, name: str) -> str:
@@ -104,4 +104,4 @@ class MergedLog:
                 self._out.write(text)
                 self._out.flush()
             except OSError:
-                return  # nobody will ever read it
+                return  # the reader has closed the pipe

@@ -1,9 +1,9 @@
-"""When a process that ended is started again. Decides only; the clock and the process are somebody else's.
+"""Decides when a process that ended is started again. Has no clock and no process.
 
-    starting ──ready──▶ serving ──ended──▶ again, at once where it served for long, else later and later
+    starting ──ready──▶ serving ──ended──▶ again, at once if it served for HEALTHY_US, else after a growing delay
         └─────ended──▶ again, or given up after `FAILED_STARTS_MAX` starts in a row that never got ready
 
-How it ended makes no difference once it has served: one that was drained and left is replaced like one that was killed.
+How a process ended makes no difference once it has served: a drained one is replaced like one that was killed.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 FAILED_STARTS_MAX = 5
 HEALTHY_US = 60_000_000
-"""One that served so long starts with a clean slate."""
+"""After serving this long, earlier short runs no longer count."""
 FIRST_DELAY_US = 200_000
 EXIT_USAGE = 2
-"""The exit code of a command whose options are wrong: it will not do better the next time."""
+"""The exit code of a command with wrong options: a restart cannot help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +26,12 @@ class RestartAfter:
 @dataclass(frozen=True, slots=True)
 class GiveUp:
     starts: int
-    """How many in a row came to nothing."""
+    """Consecutive failed starts."""
 
 
 @dataclass(slots=True)
 class RestartPolicy:
-    """The lives of one process."""
+    """The restart state of one process."""
 
     delay_us_max: int = 10_000_000
     lives: int = 0
@@ -65,8 +65,8 @@ class RestartPolicy:
         return RestartAfter(at_us)
 
     def _delay_us(self) -> int:
-        """None before the first restart; from then on it doubles."""
+        """0 for the first restart; FIRST_DELAY_US for the second, then doubling."""
         if self._short_lives == 0:
             return 0
-        doublings = min(self._short_lives - 1, 32)  # a bound for the number, long past any longest delay
+        doublings = min(self._short_lives - 1, 32)  # bounds the exponent, far beyond any longest delay
         return min(self.delay_us_max, FIRST_DELAY_US << doublings)

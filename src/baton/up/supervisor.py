@@ -1,11 +1,11 @@
-"""Runs a fleet: starts its processes, starts them again when they end, and stops them all together.
+"""Runs a fleet: starts its processes, restarts them when they end, and stops them all together.
 
-    start    the router, and when it listens, the instances; the banner when all are in the router's books
-    signal   drain: the router takes nothing new and ends when the last answer has; then the instances (a second: at once)
-    over     also when the router cannot be started, or nobody is left that could answer: then with a code that is not 0
+    start    the router and, when it listens, the instances; the banner when all have joined
+    signal   drain: the router takes nothing new and ends with its last answer; then the instances (a second: at once)
+    failure  the router cannot be started, or no serving instance is left: the exit code is not 0
 
 Promises that no process outlives it: children are stopped on every way out, and the kernel ends them if this process is
-killed. When a process is started again `up.restarts` decides; what is started `up.fleet` says.
+killed. `up.restarts` decides when a process is restarted, `up.fleet_plan` what is started.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import aiohttp
 import msgspec
 
 from baton.api.auth import secret_of
+from baton.node.clock import monotonic_us
 from baton.node.parent_process import bound_to
 from baton.up.fleet_plan import SERVING_ROLES, FleetPlan, PlannedProcess, RouterPorts
 from baton.up.merged_log import LineSplitter, MergedLog
@@ -34,27 +35,27 @@ ROUTER = "router"
 KEY_VARIABLE, API_KEYS_VARIABLE, ADMIN_KEY_VARIABLE = "BATON_CLUSTER_KEY", "BATON_API_KEY", "BATON_ADMIN_KEY"
 STORE_VARIABLE = "BATON_KV_STORE"
 CONFIG_VARIABLE = "BATON_CONFIG"
-"""Not for children: the file has options that are not theirs, and what is theirs is in their command lines."""
+"""Not passed to children: the file has options that are not theirs, and theirs are in their command lines."""
 HELD_LINES_MAX = 40
 READ_BYTES = 64 * 1024
 LOOK_EVERY_S = 0.1
-PATIENCE_S = 5.0
-"""How long the banner waits for one that is ready and that the router does not let in: it has said why by then."""
+JOIN_WAIT_S = 5.0
+"""Seconds that the banner waits for an instance that is ready but not admitted; the instance has logged why by then."""
 LAST_LINES_S = 1.0
-"""How long the last output of an ended process is waited for."""
+"""Seconds to wait for the last output of an ended process."""
 STOP_GRACE_S = 10.0
-"""Beyond the time that requests get; who has not ended by then is killed."""
+"""Seconds beyond the drain timeout after which remaining processes are killed."""
 EXIT_FAILED, EXIT_AT_ONCE = 1, 130
 
 _SERVED = re.compile(r"^(\S+) is served at (http://\S+)", re.MULTILINE)
 _JOIN = re.compile(r"instances join at (\S+:\d+)")
 _NOISE = re.compile(r"^(loading |talk to it with|ask it through|instances join at|watch it at|for the router at)")
-"""What processes say of themselves as they start; the banner says it better."""
+"""Startup lines that the banner replaces."""
 
 
 @dataclass(slots=True)
 class SupervisedProcess:
-    """A place in the fleet, and the process that fills it now."""
+    """A member of the fleet, and its current process."""
 
     name: str
     serves: bool
@@ -62,9 +63,9 @@ class SupervisedProcess:
     restarts: RestartPolicy
     process: asyncio.subprocess.Process | None = None
     given_up: bool = False
-    said: deque[str] = field(default_factory=lambda: deque(maxlen=HELD_LINES_MAX))
-    """Its lines since it was started, held back until it is clear whether the start goes well."""
-    keeping: asyncio.Task[None] | None = None
+    output: deque[str] = field(default_factory=lambda: deque(maxlen=HELD_LINES_MAX))
+    """Its output since the start, held back until the start has succeeded or failed."""
+    supervision: asyncio.Task[None] | None = None
 
     @property
     def is_up(self) -> bool:
@@ -81,35 +82,35 @@ class Supervisor:
             self._environment[API_KEYS_VARIABLE] = " ".join(plan.api_keys)
         if plan.admin_key is not None:
             self._environment[ADMIN_KEY_VARIABLE] = plan.admin_key
-        self._environment[STORE_VARIABLE] = plan.kv_store or ""  # empty is none, also where our own environment names one
+        self._environment[STORE_VARIABLE] = plan.kv_store or ""  # empty means none, also where our own environment names one
         self._environment.pop(CONFIG_VARIABLE, None)
-        self._bound = bound_to(os.getpid())
+        self._bind_to_parent = bound_to(os.getpid())
         self._ports = RouterPorts(plan.router_port)
         self._join = self._served = ""
         self.url = ""
-        """Of the API, when the router is up."""
-        self._router = self._post(ROUTER, False, lambda: plan.router_command(self._ports))
-        self._members = [self._member_post(member) for member in plan.members]
+        """Of the API; set when the router is up."""
+        self._router = self._child(ROUTER, False, lambda: plan.router_command(self._ports))
+        self._members = [self._instance(member) for member in plan.members]
         self._stopping = asyncio.Event()
         self._at_once = asyncio.Event()
-        self._news = asyncio.Event()
-        """Something changed that may end a wait."""
+        self._changed = asyncio.Event()
+        """Set by every change that may end a wait."""
         self._readers: set[asyncio.Task[None]] = set()
 
-    def _post(self, name: str, serves: bool, command: Callable[[], list[str]]) -> SupervisedProcess:
+    def _child(self, name: str, serves: bool, command: Callable[[], list[str]]) -> SupervisedProcess:
         return SupervisedProcess(name, serves, command, RestartPolicy(self._plan.restart_delay_us_max))
 
-    def _member_post(self, member: PlannedProcess) -> SupervisedProcess:
-        return self._post(
+    def _instance(self, member: PlannedProcess) -> SupervisedProcess:
+        return self._child(
             member.name,
             member.role in SERVING_ROLES,
             lambda: self._plan.member_command(member, self._join, self._cores),
         )
 
-    # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── life cycle ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def run(self) -> int:
-        """Until told to stop, or until nothing serves; the exit code."""
+        """Run until told to stop or until nothing serves; returns the exit code."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
@@ -125,54 +126,56 @@ class Supervisor:
             await self._end_all()
 
     def stop(self) -> None:
-        """Drain; called again, end at once."""
+        """Drain; when called again, stop at once."""
         if self._stopping.is_set():
             self._at_once.set()
         self._stopping.set()
-        self._news.set()
+        self._changed.set()
 
     async def _open(self) -> None:
-        """Start everything, and say so when it serves; returns early where that is not to be."""
+        """Start everything, and print the banner when it serves; returns early on a failure or a signal."""
         self._start(self._router)
         await self._until(lambda: self._router.is_up or self._router.given_up)
         if self._stopping.is_set() or self._failure():
             return
-        for post in self._members:
-            self._start(post)
-        await self._until(lambda: all(post.is_up or post.given_up for post in self._members))
+        for child in self._members:
+            self._start(child)
+        await self._until(lambda: all(child.is_up or child.given_up for child in self._members))
         missing = await self._missing()
         if missing is not None:
             self._log.say(banner(self._plan, self._served, self.url, missing))
 
-    async def _until(self, holds: Callable[[], bool]) -> None:
-        """Wait for it, or for a signal."""
-        while not holds() and not self._stopping.is_set():
-            self._news.clear()
-            await self._news.wait()
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        """Wait for the condition or for a signal."""
+        while not condition() and not self._stopping.is_set():
+            self._changed.clear()
+            await self._changed.wait()
 
     def _failure(self) -> str | None:
-        """Why nothing can be served any more, if so."""
+        """Why nothing can be served any more; None where it can."""
         if self._router.given_up:
             return "the router cannot be started"
-        if all(post.given_up for post in self._members if post.serves):
+        if all(child.given_up for child in self._members if child.serves):
             return "none of the instances that answer requests can be started"
         return None
 
     async def _missing(self) -> list[str] | None:
-        """Who is not in the router's books when all others are, or when those who serve have been for a while.
+        """Instances that have not joined once all others have, or PATIENCE_S after the start if a serving one has joined.
 
         None where a signal came first.
         """
-        patient_s = time.monotonic() + PATIENCE_S
+        deadline_s = time.monotonic() + JOIN_WAIT_S
         key = self._plan.admin_key or next(map(secret_of, self._plan.api_keys), None)
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5), headers=headers) as http:
             while not self._stopping.is_set() and not self._failure():
                 ready = await _ready_instances(http, self.url)
-                missing = [post for post in self._members if post.given_up or post.name not in ready]
-                is_late = time.monotonic() > patient_s and any(post.serves and post.name in ready for post in self._members)
-                if is_late or all(post.given_up for post in missing):
-                    return [post.name for post in missing]
+                missing = [child for child in self._members if child.given_up or child.name not in ready]
+                is_late = time.monotonic() > deadline_s and any(
+                    child.serves and child.name in ready for child in self._members
+                )
+                if is_late or all(child.given_up for child in missing):
+                    return [child.name for child in missing]
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), LOOK_EVERY_S)
         return None
@@ -181,8 +184,8 @@ class Supervisor:
 
     async def _drain(self) -> int:
         self._log.say("draining: open requests finish, new ones are refused (once more to stop at once)")
-        for posts in ([self._router], self._members):
-            running = [post.process for post in posts if post.process is not None and post.process.returncode is None]
+        for children in ([self._router], self._members):
+            running = [child.process for child in children if child.process is not None and child.process.returncode is None]
             for process in running:
                 _signal(process, signal.SIGCONT)
                 _signal(process, signal.SIGTERM)
@@ -192,7 +195,7 @@ class Supervisor:
         return 0
 
     async def _ended(self, processes: list[asyncio.subprocess.Process]) -> None:
-        """All of them have ended, or the time is up, or there was a second signal."""
+        """Wait until all have ended, the time is up, or a second signal came."""
         ends = [asyncio.ensure_future(process.wait()) for process in processes]
         at_once = asyncio.ensure_future(self._at_once.wait())
         together = asyncio.ensure_future(asyncio.gather(*ends))
@@ -204,12 +207,12 @@ class Supervisor:
 
     async def _end_all(self) -> None:
         self._stopping.set()
-        self._news.set()
-        keeping = [post.keeping for post in (self._router, *self._members) if post.keeping is not None]
-        for post in (self._router, *self._members):
-            if post.process is not None and post.process.returncode is None:
-                _signal(post.process, signal.SIGKILL)
-        await asyncio.gather(*keeping, return_exceptions=True)
+        self._changed.set()
+        supervision = [child.supervision for child in (self._router, *self._members) if child.supervision is not None]
+        for child in (self._router, *self._members):
+            if child.process is not None and child.process.returncode is None:
+                _signal(child.process, signal.SIGKILL)
+        await asyncio.gather(*supervision, return_exceptions=True)
         if self._readers:
             await asyncio.wait(self._readers, timeout=LAST_LINES_S)
         for reader in self._readers:
@@ -217,56 +220,56 @@ class Supervisor:
 
     # ── one process ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _start(self, post: SupervisedProcess) -> None:
-        post.keeping = asyncio.create_task(self._keep(post))
-        post.keeping.add_done_callback(self._on_keeper_end)
+    def _start(self, child: SupervisedProcess) -> None:
+        child.supervision = asyncio.create_task(self._supervise(child))
+        child.supervision.add_done_callback(self._on_supervision_end)
 
-    def _on_keeper_end(self, task: asyncio.Task[None]) -> None:
-        """A fault of our own must not leave a place empty for ever: it ends the whole fleet, loudly."""
+    def _on_supervision_end(self, task: asyncio.Task[None]) -> None:
+        """An error of our own must not leave a process unsupervised: it stops the whole fleet."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self._log.say(f"baton up: {type(error).__name__}: {error}")
             self.stop()
 
-    async def _keep(self, post: SupervisedProcess) -> None:
-        """Life after life."""
+    async def _supervise(self, child: SupervisedProcess) -> None:
+        """Run the process again and again until told to stop."""
         while not self._stopping.is_set():
-            code = await self._live(post)
+            code = await self._run_once(child)
             if self._stopping.is_set():
                 return
-            first_of_router = post is self._router and not self.url
-            verdict = post.restarts.ended(code, _now_us())
-            self._explain(post)
+            first_of_router = child is self._router and not self.url
+            verdict = child.restarts.ended(code, monotonic_us())
+            self._explain(child)
             if isinstance(verdict, GiveUp) or first_of_router:
-                self._log.note(post.name, f"{_ending(code)} before it was ready: given up")
-                post.given_up = True
-                self._news.set()
+                self._log.note(child.name, f"{_ending(code)} before it was ready: given up")
+                child.given_up = True
+                self._changed.set()
                 return
-            await self._pause(post, code, verdict)
+            await self._pause(child, code, verdict)
 
-    async def _pause(self, post: SupervisedProcess, code: int, verdict: RestartAfter) -> None:
-        delay_s = max(0.0, (verdict.at_us - _now_us()) / 1e6)
+    async def _pause(self, child: SupervisedProcess, code: int, verdict: RestartAfter) -> None:
+        delay_s = max(0.0, (verdict.at_us - monotonic_us()) / 1e6)
         when = f"in {delay_s:.1f} s" if delay_s > 0.05 else "now"
-        self._log.note(post.name, f"{_ending(code)}; started again {when}")
+        self._log.note(child.name, f"{_ending(code)}; started again {when}")
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._stopping.wait(), delay_s)
 
-    async def _live(self, post: SupervisedProcess) -> int:
-        """One life; its exit code."""
-        post.said.clear()
-        post.restarts.started()
+    async def _run_once(self, child: SupervisedProcess) -> int:
+        """Run the process once; returns its exit code."""
+        child.output.clear()
+        child.restarts.started()
         try:
-            process = await self._spawn(post.command())
+            process = await self._spawn(child.command())
         except OSError as error:
-            post.said.append(f"cannot start a process: {error}")
+            child.output.append(f"cannot start a process: {error}")
             return EXIT_FAILED
-        post.process = process
+        child.process = process
         if self._stopping.is_set():
-            _signal(process, signal.SIGKILL)  # whoever stops us may have looked before this one was there
-        reader = asyncio.create_task(self._read(post, process))
+            _signal(process, signal.SIGKILL)  # `_end_all` may have run before this process existed
+        reader = asyncio.create_task(self._read(child, process))
         self._readers.add(reader)
         reader.add_done_callback(self._readers.discard)
         code = await process.wait()
-        # Its engine may hold the pipe a moment longer, and what it says last explains the end.
+        # Its engine may keep the pipe open a moment longer, and its last output explains the end.
         await asyncio.wait((reader,), timeout=LAST_LINES_S)
         return code
 
@@ -277,61 +280,62 @@ class Supervisor:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             env=self._environment,
-            start_new_session=True,  # Ctrl-C is for us alone: we know in which order to stop
-            preexec_fn=self._bound,
+            start_new_session=True,  # Ctrl-C goes to this process alone, which stops the others in order
+            preexec_fn=self._bind_to_parent,
         )
 
-    async def _read(self, post: SupervisedProcess, process: asyncio.subprocess.Process) -> None:
+    async def _read(self, child: SupervisedProcess, process: asyncio.subprocess.Process) -> None:
         if process.stdout is None:
-            raise RuntimeError(f"{post.name} was started without a pipe to read")
-        cutter = LineSplitter()
+            raise RuntimeError(f"{child.name} was started without a pipe to read")
+        splitter = LineSplitter()
         while piece := await process.stdout.read(READ_BYTES):
-            for line in cutter.feed(piece):
-                self._hear(post, process, line)
-        for line in cutter.close():
-            self._hear(post, process, line)
+            for line in splitter.feed(piece):
+                self._take_line(child, process, line)
+        for line in splitter.close():
+            self._take_line(child, process, line)
 
-    def _hear(self, post: SupervisedProcess, process: asyncio.subprocess.Process, line: str) -> None:
-        if post.is_up or process is not post.process:
-            if _NOISE.match(line) is None and not self._is_parting(post, line):
-                self._log.line(post.name, line)
+    def _take_line(self, child: SupervisedProcess, process: asyncio.subprocess.Process, line: str) -> None:
+        if child.is_up or process is not child.process:
+            if _NOISE.match(line) is None and not self._is_shutdown_noise(child, line):
+                self._log.line(child.name, line)
             return
-        post.said.append(line)
-        if post is self._router:
-            self._hear_router(line)
+        child.output.append(line)
+        if child is self._router:
+            self._take_router_line(line)
         elif _SERVED.search(line):
-            self._is_ready(post)
+            self._is_ready(child)
 
-    def _is_parting(self, post: SupervisedProcess, line: str) -> bool:
-        """When all are told to stop, what instances say of the others' going is no news."""
-        return self._stopping.is_set() and post is not self._router and " ERROR " not in line
+    def _is_shutdown_noise(self, child: SupervisedProcess, line: str) -> bool:
+        """Whether the line is about the shutdown that was ordered: instances then report each other's and the router's
+        absence."""
+        return self._stopping.is_set() and child is not self._router and " ERROR " not in line
 
-    def _hear_router(self, line: str) -> None:
+    def _take_router_line(self, line: str) -> None:
         if found := _JOIN.search(line):
             self._join = found[1]
         if found := _SERVED.search(line):
             self._served, self.url = found[1], found[2]
-        heard = "\n".join(self._router.said)
-        if _SERVED.search(heard) and _JOIN.search(heard):
+        output = "\n".join(self._router.output)
+        if _SERVED.search(output) and _JOIN.search(output):
             self._ports = RouterPorts(int(self.url.rpartition(":")[2]), int(self._join.rpartition(":")[2]))
             self._is_ready(self._router)
 
-    def _is_ready(self, post: SupervisedProcess) -> None:
-        for line in post.said:
+    def _is_ready(self, child: SupervisedProcess) -> None:
+        for line in child.output:
             if " WARNING " in line or " ERROR " in line:
-                self._log.line(post.name, line)
-        post.said.clear()
-        post.restarts.ready(_now_us())
-        pid = post.process.pid if post.process is not None else 0
-        again = f", life {post.restarts.lives}" if post.restarts.lives > 1 else ""
-        self._log.note(post.name, f"ready (pid {pid}{again})")
-        self._news.set()
+                self._log.line(child.name, line)
+        child.output.clear()
+        child.restarts.ready(monotonic_us())
+        pid = child.process.pid if child.process is not None else 0
+        again = f", life {child.restarts.lives}" if child.restarts.lives > 1 else ""
+        self._log.note(child.name, f"ready (pid {pid}{again})")
+        self._changed.set()
 
-    def _explain(self, post: SupervisedProcess) -> None:
-        """What an unready process said before it ended."""
-        for line in post.said:
-            self._log.line(post.name, line)
-        post.said.clear()
+    def _explain(self, child: SupervisedProcess) -> None:
+        """Print the output of a process that ended before it was ready."""
+        for line in child.output:
+            self._log.line(child.name, line)
+        child.output.clear()
 
 
 def banner(plan: FleetPlan, served: str, url: str, missing: list[str]) -> str:
@@ -363,7 +367,7 @@ class _Instances(msgspec.Struct):
 
 
 async def _ready_instances(http: aiohttp.ClientSession, url: str) -> list[str]:
-    """Names of those that the router would send work to; none while it does not answer."""
+    """Names of the instances in state ready; empty while the router does not answer."""
     try:
         async with http.get(f"{url}/v1/instances") as response:
             found = msgspec.json.decode(await response.read(), type=_Instances)
@@ -382,10 +386,6 @@ def _ending(code: int) -> str:
 
 
 def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
-    """To all of its session, so that nothing that it started is left."""
+    """Signal the whole session of the process, so that its children get it too."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)
-
-
-def _now_us() -> int:
-    return time.monotonic_ns() // 1000

@@ -1,10 +1,10 @@
-"""Messages between the front end and its engine, and their bytes: msgpack through msgspec, tagged, versioned, bounded.
+"""Messages between the front end and its engine, and their encoding: msgpack through msgspec, tagged, versioned, bounded.
 
-Values of core travel as they are; here are the messages that pack them, and the encoding of their arrays.
+Values of core are encoded as they are; here are the messages that contain them, and the encoding of arrays.
 
-Numbers that come by the thousand (token ids, serials) travel as little-endian arrays in byte strings, so that a step
-with a thousand tokens is one message and not a thousand objects. Decoding checks types, sizes and that array lengths
-agree; anything else is a WireError, never a half-understood message.
+Token ids and serials are encoded as little-endian arrays in byte strings, so that a step with a thousand tokens is one
+message and not a thousand objects. Decoding checks types, sizes and that array lengths agree; bytes that do not pass raise
+a WireError.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class WireError(BatonError):
 
 
 class PrefillPeerAddresses(msgspec.Struct, tag="peers", frozen=True):
-    """Who prefills for this instance from now on: call these, and hang up on all others."""
+    """The prefill peers of this instance from now on: connect to these, and disconnect from all others."""
 
     addresses: tuple[str, ...]
 
@@ -54,16 +54,16 @@ class ReadyMessage(msgspec.Struct, tag="ready", frozen=True):
     blocks: int
     block_size: int
     details: str
-    """What the operator should know of the executor: dtype, kernels, sizes."""
+    """For the operator: dtype, kernels and sizes of the executor."""
     gauges: SchedulerGauges
     fingerprint: bytes = b""
-    """Of the model."""
+    """The model's fingerprint."""
     peer_address: str = ""
     """HOST:PORT where peers ask this instance to prefill; empty where none can."""
 
 
 class FailedMessage(msgspec.Struct, tag="failed", frozen=True):
-    """The engine cannot go on; this is its last message."""
+    """The engine cannot continue; this is its last message."""
 
     reason: str
 
@@ -76,7 +76,7 @@ class RefusedMessage(msgspec.Struct, tag="refused", frozen=True):
 
 
 class StepOutput(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
-    """What a step brought. Row i of `serials` yields `counts[i]` of `tokens`, row after row."""
+    """The output of one step. Row i belongs to `serials[i]` and has the next `counts[i]` of `tokens`."""
 
     serials: bytes
     counts: bytes
@@ -86,24 +86,25 @@ class StepOutput(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     ended: tuple[EndedRequest, ...]
     gauges: SchedulerGauges
     draft_tokens: int = 0
-    """Of all steps since the start. For the instance itself: a router is not told."""
+    """Of all steps since the start. Not sent to a router."""
     accepted_draft_tokens: int = 0
 
 
 class Pulse(msgspec.Struct, tag="pulse", frozen=True):
-    """A sign of life, also while a step computes and while nothing happens, with what changed since the last one."""
+    """Sent periodically, also while a step computes and while the engine is idle: the gauges, and changes since the last
+    pulse."""
 
     gauges: SchedulerGauges
     computing: bool
-    """Steps are in flight."""
+    """Whether steps are in flight."""
     fresh: bool
-    """Names that were told before are void."""
+    """Whether all keys reported before are void."""
     named: bytes
-    """Keys of blocks that can be found in the prefix cache now, end to end."""
+    """Keys of blocks added to the prefix cache, concatenated."""
     forgotten: bytes
-    """Keys of those that no longer can."""
+    """Keys of blocks removed from the prefix cache, concatenated."""
     notes: tuple[tuple[int, str, int], ...]
-    """(serial, the phase that it entered, microseconds ago)"""
+    """(serial, phase entered, microseconds ago)"""
 
 
 FromEngine = ReadyMessage | FailedMessage | Accepted | RefusedMessage | StepOutput | PeerTraffic | StoreTraffic | Pulse
@@ -112,13 +113,13 @@ FromEngine = ReadyMessage | FailedMessage | Accepted | RefusedMessage | StepOutp
 # ── arrays and prompts in messages ─────────────────────────────────────────────────────────────────────────────────────
 
 PROMPT_OF_LEADER: Tokens = NO_TOKENS.copy()
-"""In an encoded group, the prompt of each follower: it travels once, with the leader."""
+"""Placeholder for the prompt of each follower in an encoded group: the prompt is sent once, with the leader."""
 _DTYPES: dict[object, np.dtype[np.generic]] = {Prompt: np.dtype("<i4"), Int32s: np.dtype("<i4"), Float32s: np.dtype("<f4")}
 _DTYPES_OF_KINDS: dict[str, np.dtype[np.generic]] = {"i": np.dtype("<i4"), "f": np.dtype("<f4")}
 
 
 def encoded_array(value: object) -> bytes | None:
-    """An array of a message, as bytes."""
+    """Encode an array of a message; None for PROMPT_OF_LEADER."""
     if not isinstance(value, np.ndarray):
         raise WireError(f"a {type(value).__name__} in a message")
     if value is PROMPT_OF_LEADER:
@@ -127,7 +128,7 @@ def encoded_array(value: object) -> bytes | None:
 
 
 def decoded_array(kind: type, value: object) -> object:
-    """An array of a message; those of log-probabilities come flat, and `shaped` gives them their lines."""
+    """Decode an array of a message. Arrays of log-probabilities are flat; `shaped` makes them two-dimensional."""
     if value is None and kind == Prompt:
         return PROMPT_OF_LEADER
     if not isinstance(value, bytes):
@@ -136,19 +137,19 @@ def decoded_array(kind: type, value: object) -> object:
 
 
 def array_of(data: bytes, dtype: np.dtype[_Number]) -> npt.NDArray[_Number]:
-    """The numbers in these bytes; read-only."""
+    """View the bytes as a read-only array."""
     if len(data) % dtype.itemsize:
         raise WireError(f"{len(data)} bytes are not whole numbers of {dtype.itemsize} bytes")
     return np.frombuffer(data, dtype=dtype)
 
 
 def without_shared_prompts(group: tuple[Submission, ...]) -> tuple[Submission, ...]:
-    """The group as it is encoded."""
+    """Replace the prompts of followers by PROMPT_OF_LEADER."""
     return tuple(item if item.leader is None else msgspec.structs.replace(item, prompt=PROMPT_OF_LEADER) for item in group)
 
 
 def with_shared_prompts(group: tuple[Submission, ...]) -> tuple[Submission, ...]:
-    """The group as it was before it was encoded; a WireError where a prompt is missing, or comes with a follower."""
+    """Give followers the prompt of their leader. Raises WireError where a prompt is missing or comes with a follower."""
     prompts: dict[str, Prompt] = {}
     made = []
     for item in group:
@@ -189,7 +190,7 @@ def decode_from_engine(frame: bytes) -> FromEngine:
 
 
 def decoded(decoder: msgspec.msgpack.Decoder[_Message], frame: bytes, what: str) -> _Message:
-    """The message, or a WireError whatever the bytes are: too many, not text where text should be, nested without end."""
+    """Decode a message. Raises WireError for every malformed frame: too long, invalid UTF-8, nested too deeply."""
     if len(frame) > FRAME_BYTES_MAX:
         raise WireError(f"a frame of {len(frame)} bytes is over the limit of {FRAME_BYTES_MAX}")
     try:
@@ -224,12 +225,12 @@ def step_output(settled: Settled, gauges: SchedulerGauges, drafts: DraftGauges) 
 
 
 def ended_output(ended: EndedRequest, gauges: SchedulerGauges, drafts: DraftGauges) -> StepOutput:
-    """The end of a request that waited, in the shape of a step that yielded nothing."""
+    """The end of a request that was still waiting, as a step without tokens."""
     return StepOutput(b"", b"", b"", (), (), (ended,), gauges, drafts.fed, drafts.accepted)
 
 
 def gauges_output(gauges: SchedulerGauges, drafts: DraftGauges) -> StepOutput:
-    """The gauges alone, in the shape of a step that brought nothing."""
+    """The gauges alone, as a step without tokens."""
     return StepOutput(b"", b"", b"", (), (), (), gauges, drafts.fed, drafts.accepted)
 
 
@@ -264,7 +265,7 @@ def logprob_lines(item: Logprobs) -> list[LogprobLine]:
 
 
 def shaped(item: Logprobs) -> Logprobs:
-    """Decoded log-probabilities with one line a token; a WireError where the numbers do not make lines."""
+    """Reshape decoded log-probabilities to one line per token. Raises WireError where the sizes do not fit."""
     tokens, ids, values = len(item.chosen), item.top_ids.size, item.top.size
     if not tokens or ids != values or ids % tokens:
         raise WireError(f"log-probabilities of {tokens} tokens with {ids} ids and {values} values")

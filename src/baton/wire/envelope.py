@@ -1,14 +1,14 @@
-"""What a stored block looks like: its KV in an envelope that says whose it is, and by which one knows that it is whole.
+"""The envelope of a stored KV block: it identifies the block and detects damage.
 
     0      6       8       24         40             48           64
     │ magic │ version │ key │ layout │ payload length │ checksum │ payload …     integers little-endian
 
-The checksum (xxh3_128) is over everything but itself. Pure: no file, socket or clock; stores move these bytes without
-looking into them, and whoever fetched some opens them here before anybody computes with them.
+The checksum (xxh3_128) covers everything but itself. Pure: no file, socket or clock. Stores do not look into these bytes;
+fetched blocks are opened here before they are used.
 
-It finds accidents: torn writes, flipped bits, swapped files, blocks of another model, of another version of us. It does not
-find an attacker who may write to the store, since anybody can compute a checksum: who may write is for the store's own
-permissions to say. What a tenant may read is settled by the key: it is a keyed hash of the tenant's salt and of every token.
+Detects torn writes, flipped bits, swapped files, and blocks of another model or format version. Does not detect an attacker
+who can write to the store, since anybody can compute the checksum: write access is controlled by the store's permissions.
+Tenants are separated by the key, a keyed hash of the tenant's salt and of every token.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ _FIELDS = struct.Struct(f"<6sH{KEY_BYTES}s{LAYOUT_BYTES}sQ")
 _CHECK_BYTES = len(xxh3_128_digest(b""))
 HEADER_BYTES = _FIELDS.size + _CHECK_BYTES
 _LAYOUT_CHARS = 16
-"""Of the layout's digest in a name: enough to keep models apart; the envelope has all of it."""
+"""Hex digits of the layout's digest in an object name: enough to separate models; the envelope has the whole digest."""
 
 
 class EnvelopeFlaw(StrEnum):
-    """Why what was stored is not used."""
+    """Why a stored block is not used."""
 
     TORN = "torn"
-    """Shorter or longer than its header says, or than a header."""
+    """The length differs from what the header says, or is shorter than a header."""
     FOREIGN = "not ours"
     VERSION = "version"
     CHECKSUM = "checksum"
     OTHER_LAYOUT = "other layout"
-    """Sound, but of another model, number format or block size."""
+    """Intact, but of another model, number format or block size."""
     OTHER_KEY = "other key"
-    """Sound, but another block."""
+    """Intact, but of another block."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenedEnvelope:
-    """A sound envelope; `payload` is a view into what was opened."""
+    """An intact envelope; `payload` is a view into the opened data."""
 
     key: bytes
     layout: bytes
@@ -57,12 +57,12 @@ class OpenedEnvelope:
 
 
 def object_name(layout: bytes, key: bytes) -> str:
-    """Under which a store keeps the block."""
+    """The name under which a store keeps the block."""
     return f"{layout.hex()[:_LAYOUT_CHARS]}/{key.hex()}"
 
 
 def seal(key: bytes, layout: bytes, payload: memoryview, into: memoryview) -> int:
-    """Put the block into an envelope at the beginning of `into`; answers the number of bytes written."""
+    """Write the block's envelope at the beginning of `into`; returns the number of bytes written."""
     size = HEADER_BYTES + len(payload)
     if len(into) < size:
         raise InvariantViolated(f"an envelope of {size} bytes does not fit into {len(into)}")
@@ -72,7 +72,7 @@ def seal(key: bytes, layout: bytes, payload: memoryview, into: memoryview) -> in
 
 
 def stamp(key: bytes, layout: bytes, whole: memoryview) -> None:
-    """Write the header in front of a payload that already lies in its place: a `seal` that copies nothing."""
+    """Write the header in front of a payload that is already in place: `seal` without the copy."""
     if len(key) != KEY_BYTES or len(layout) != LAYOUT_BYTES or len(whole) < HEADER_BYTES:
         raise InvariantViolated(f"no envelope has {len(key)} bytes of key, {len(layout)} of layout and {len(whole)} in all")
     _FIELDS.pack_into(whole, 0, _MAGIC, VERSION, key, layout, len(whole) - HEADER_BYTES)
@@ -80,7 +80,7 @@ def stamp(key: bytes, layout: bytes, whole: memoryview) -> None:
 
 
 def unseal(key: bytes, layout: bytes, data: memoryview) -> memoryview | EnvelopeFlaw:
-    """The block's bytes, as a view into `data`, if this is a sound envelope of this very block."""
+    """The block's bytes, as a view into `data`, or the flaw."""
     opened = open_any(data)
     if isinstance(opened, EnvelopeFlaw):
         return opened
@@ -90,7 +90,7 @@ def unseal(key: bytes, layout: bytes, data: memoryview) -> memoryview | Envelope
 
 
 def open_any(data: memoryview) -> OpenedEnvelope | EnvelopeFlaw:
-    """Whatever block this is: for those who look after a store without knowing what ought to be in it."""
+    """Open the envelope of any block: for tools that inspect a store without knowing its keys."""
     if len(data) < HEADER_BYTES:
         return EnvelopeFlaw.TORN
     magic, version, key, layout, length = _FIELDS.unpack_from(data)

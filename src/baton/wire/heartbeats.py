@@ -1,68 +1,68 @@
-"""What an instance's next heartbeat to its router says: the engine's gauges, changes of cached prefixes, phases entered."""
+"""Assembles an instance's heartbeats to its router: gauges, changes of cached prefixes, phases entered since the last
+one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from baton.core.engine.gauges import SchedulerGauges
-from baton.core.engine.prefix import KEY_BYTES
 from baton.wire.engine_messages import Pulse
-from baton.wire.router_messages import KEYS_A_BEAT_MAX, NOTES_A_BEAT_MAX, HeartbeatMessage
+from baton.wire.router_messages import KEYS_A_BEAT_MAX, NOTES_A_BEAT_MAX, HeartbeatMessage, keys_of
 
 NO_GAUGES = SchedulerGauges()
 
 
 class CachedPrefixes:
-    """Changes of cached prefixes that wait for a beat. Those before the engine's answer to TellNames are void."""
+    """Changes of cached prefixes not sent yet. Changes before the engine's answer to ReportChanges are ignored."""
 
     def __init__(self) -> None:
         self.void()
 
     def void(self) -> None:
-        self._begun = False
+        self._is_reporting = False
         self._fresh = False
         self._named: dict[bytes, None] = {}
         self._forgotten: dict[bytes, None] = {}
 
     def add(self, pulse: Pulse) -> None:
         if pulse.fresh:
-            self._begun = self._fresh = True
+            self._is_reporting = self._fresh = True
             self._named, self._forgotten = {}, {}
-        if not self._begun:
+        if not self._is_reporting:
             return
-        for key in _keys(pulse.forgotten):
+        for key in keys_of(pulse.forgotten):
             self._named.pop(key, None)
             self._forgotten[key] = None
-        for key in _keys(pulse.named):
+        for key in keys_of(pulse.named):
             self._forgotten.pop(key, None)
             self._named[key] = None
 
     def take(self) -> tuple[bool, bytes, bytes]:
         fresh, self._fresh = self._fresh, False
-        return fresh, _taken(self._named), _taken(self._forgotten)
+        return fresh, _take_keys(self._named), _take_keys(self._forgotten)
 
 
 class Heartbeats:
-    def __init__(self, has: Callable[[int], bool]) -> None:
-        self._has = has
-        """Whether a request is a router's, by serial."""
+    def __init__(self, is_routed: Callable[[int], bool]) -> None:
+        self._is_routed = is_routed
+        """Whether a serial belongs to a request of the router."""
         self._gauges = NO_GAUGES
         self._computing = False
         self._prefixes = CachedPrefixes()
         self._notes: list[tuple[int, str, int]] = []
-        """(serial, phase, when)"""
+        """(serial, phase, time entered)"""
 
     def void(self) -> None:
-        """The session is over: the next one begins with nothing said."""
+        """Forget what is pending: the session is over."""
         self._prefixes.void()
         self._notes.clear()
 
-    def feel(self, pulse: Pulse, serving: bool, now_us: int) -> None:
+    def record_pulse(self, pulse: Pulse, serving: bool, now_us: int) -> None:
         self._gauges, self._computing = pulse.gauges, pulse.computing
         if not serving:
             return
         self._prefixes.add(pulse)
-        self._notes += [(serial, phase, now_us - ago) for serial, phase, ago in pulse.notes if self._has(serial)]
+        self._notes += [(serial, phase, now_us - ago) for serial, phase, ago in pulse.notes if self._is_routed(serial)]
         del self._notes[:-NOTES_A_BEAT_MAX]
 
     def beat(self, silent_us: int, now_us: int) -> HeartbeatMessage:
@@ -72,12 +72,8 @@ class Heartbeats:
         return HeartbeatMessage(self._gauges, max(0, silent_us), self._computing, fresh, named, forgotten, notes)
 
 
-def _keys(data: bytes) -> Iterator[bytes]:
-    return (data[at : at + KEY_BYTES] for at in range(0, len(data), KEY_BYTES))
-
-
-def _taken(keys: dict[bytes, None]) -> bytes:
-    """As many as a beat may have; the others wait for the next."""
+def _take_keys(keys: dict[bytes, None]) -> bytes:
+    """Remove and return as many keys as one heartbeat may have; the rest waits for the next."""
     taken = list(keys)[:KEYS_A_BEAT_MAX] if len(keys) > KEYS_A_BEAT_MAX else list(keys)
     for key in taken:
         del keys[key]

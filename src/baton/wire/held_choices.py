@@ -1,16 +1,15 @@
-"""An instance's record of the choices that a router has placed here: their state, their history, how long they are kept.
+"""An instance's record of the choices that a router has placed here: their state, their output, how long they are kept.
 
     ASKED ──── accepted ───▶ OPEN ───── ended ─────▶ ENDED ──┐
       │  └── refused ──▶ gone  │ dropped                     │ dropped
       │ dropped                ▼                             ▼
       └──▶ DROPPED ──acc.──▶ UNWANTED ─── ended ──────────▶ gone
 
-Dropped is what the router cancelled or told us to forget, what it has placed here again under the same request id (the later
-attempt counts), what it could not be told of, and everything once the grace after a lost session is over. What is dropped
-and open is cancelled.
+A choice is dropped when the router cancels or forgets it, when the router places the same request id again (the later
+attempt counts), when it is too large to report at the start of a session, and when the grace after a lost session is over.
+Dropping an open choice cancels it.
 
-Memory is bounded: choices that are open by CHOICES_MAX and their own limits, what has ended by count and bytes, oldest out
-first.
+Memory is bounded: open choices by CHOICES_MAX and their own limits, ended ones by count and bytes, oldest removed first.
 """
 
 from __future__ import annotations
@@ -43,23 +42,23 @@ from baton.wire.step_parts import part_of
 FIRST_ROUTED_TICKET = 1 << 40
 """Tickets of routed requests start here; those of the front end's own request table are below."""
 CHOICES_MAX = 1 << 14
-"""That a router may have open here; the engine's own queue is shorter."""
+"""Choices that a router may have open here; the engine's own queue is shorter."""
 ENDED_CHOICES_MAX = 4096
 ENDED_BYTES_MAX = 64 << 20
-"""Of the choices that have ended and that the router has not told us to forget."""
+"""Bytes of ended choices that the router has not told us to forget."""
 GROUP_BYTES_MAX = 32 << 20
-"""A held group must travel as one frame."""
+"""A held group must fit into one frame."""
 
 
 class HeldState(Enum):
-    """Of a choice."""
+    """The state of a choice."""
 
     ASKED = "asked"
     DROPPED = "dropped"
-    """Not answered, and not wanted any more."""
+    """Dropped before the engine answered."""
     OPEN = "open"
     UNWANTED = "unwanted"
-    """Cancelled; nothing is kept of it."""
+    """Cancelled; its output is not kept."""
     ENDED = "ended"
     GONE = "gone"
 
@@ -88,33 +87,33 @@ KEPT = (HeldState.OPEN, HeldState.ENDED)
 
 @dataclass(slots=True, eq=False)
 class PlacedGroup:
-    """One Place of a router."""
+    """One PlaceAttempt of a router."""
 
     order: int
-    """Our ticket at the engine."""
+    """This instance's ticket at the engine."""
     place: PlaceAttempt
     session: int
-    """The one in which it was placed; the ticket of `place` is the router's in that session."""
+    """The session in which it was placed; the ticket in `place` is the router's in that session."""
     choices: list[PlacedChoice] = field(default_factory=list)
     left: int = 0
-    """Choices that are not gone."""
+    """Choices that are not GONE."""
 
 
 @dataclass(slots=True, eq=False)
 class PlacedChoice:
-    """One choice and its history."""
+    """One choice and its output so far."""
 
     group: PlacedGroup
     at: int
     """Its index in the group."""
     session: int
-    """The last one in which the router knew of it."""
+    """The last session in which the router knew of it."""
     state: HeldState = HeldState.ASKED
     serial: int = -1
-    """The engine's, once it is accepted."""
+    """The engine's number for it; -1 until it is accepted."""
     tokens: bytearray = field(default_factory=bytearray)
     counts: array[int] | None = None
-    """Of each row; kept only where log-probabilities were asked for: they come by row."""
+    """Tokens of each row; kept only where log-probabilities were asked for, since those are kept by row."""
     logprobs: list[Logprobs] = field(default_factory=list)
     cached_tokens: int | None = None
     ended: EndedRequest | None = None
@@ -125,7 +124,7 @@ class PlacedChoice:
 
     @property
     def weight(self) -> int:
-        """Bytes that keeping it costs."""
+        """Bytes of memory that keeping it takes."""
         logprobs = sum(map(logprob_bytes, self.logprobs))
         return len(self.tokens) + logprobs + _place_bytes(self.group.place)
 
@@ -153,25 +152,25 @@ def _held_group(place: PlaceAttempt, kept: list[PlacedChoice]) -> HeldGroup:
 class HeldChoices:
     def __init__(self) -> None:
         self.session = 0
-        """The latest session with a router, by our count."""
+        """Number of sessions opened; identifies the latest one."""
         self.asked: dict[int, PlacedGroup] = {}
-        """By our ticket: what the engine has not answered."""
+        """By our ticket: groups that the engine has not answered."""
         self.open: dict[int, PlacedChoice] = {}
-        """By serial: what the engine has not ended, unwanted ones included."""
+        """By serial: choices that the engine has not ended, unwanted ones included."""
         self._groups: dict[int, PlacedGroup] = {}
-        """By our ticket: everything of which something is not gone."""
+        """By our ticket: groups with a choice that is not GONE."""
         self._ended: dict[int, PlacedChoice] = {}
-        """By serial, in the order in which they ended."""
+        """By serial, in the order of their ends."""
         self._ended_bytes = 0
         self._by_request_id: dict[str, PlacedChoice] = {}
-        """The last attempt of each."""
+        """The latest attempt of each request id."""
         self._unknown = 0
-        """How many of `open` the router of this session does not know of."""
+        """Number of `open` choices that the router of this session does not know of."""
         self._next_ticket = FIRST_ROUTED_TICKET
         self._states = StateMachine(TRANSITIONS, "a choice")
 
     def moves(self) -> dict[tuple[HeldState, HeldMove], int]:
-        """How often each transition was taken."""
+        """Count of each transition taken."""
         return self._states.moves()
 
     @property
@@ -181,12 +180,12 @@ class HeldChoices:
 
     @property
     def kept(self) -> int:
-        """Choices of which a router will be told when it is there again."""
+        """Choices that will be reported to the next router session."""
         return sum(choice.state in KEPT for choice in self._all())
 
     @property
     def held(self) -> int:
-        """Choices of which something is kept."""
+        """Choices that are not GONE."""
         return len(self._all())
 
     @property
@@ -206,7 +205,8 @@ class HeldChoices:
     # ── sessions ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def next_session(self) -> tuple[list[HeldGroup], list[ToEngine]]:
-        """What a router is told of as a session opens, and orders for what it cannot be told of."""
+        """Begin a session. Returns the groups to report to the router, and cancels for those that are too large to
+        report."""
         self.session += 1
         for group in self.asked.values():
             self.drop_all(group.choices)
@@ -227,10 +227,10 @@ class HeldChoices:
         self._unknown = sum(choice.session != self.session for choice in self.open.values())
         return held, orders
 
-    # ── what the router wants ────────────────────────────────────────────────────────────────────────────────────────────
+    # ── orders of the router ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def waits(self, ticket: int) -> bool:
-        """Whether a ticket of this session's router waits for its answer."""
+        """Whether a ticket of this session's router is unanswered."""
         return any(group.place.ticket == ticket and group.session == self.session for group in self.asked.values())
 
     def place(self, place: PlaceAttempt) -> list[ToEngine]:
@@ -246,7 +246,7 @@ class HeldChoices:
         return [*orders, Submit(group.order, place.group)]
 
     def drop(self, serials: Iterable[int]) -> list[ToEngine]:
-        """Of serials that are not here any more, or never were a router's, nothing comes."""
+        """Drop the choices with these serials; unknown serials are ignored."""
         choices = (self.open.get(serial) or self._ended.get(serial) for serial in serials)
         return self.drop_all([choice for choice in choices if choice is not None])
 
@@ -254,12 +254,12 @@ class HeldChoices:
         return self.drop_all(self._all())
 
     def drop_all(self, choices: Sequence[PlacedChoice]) -> list[ToEngine]:
-        """The orders that end what is open of them."""
+        """Drop these choices; returns the cancels for those that are open."""
         orders: list[ToEngine] = []
         for choice in choices:
             before = choice.state
             if not self._states.allows(before, HeldMove.DROP):
-                continue  # it is on its way out already
+                continue  # already dropped
             after = self._move(choice, HeldMove.DROP)
             self._unname(choice)
             if after is HeldState.UNWANTED:
@@ -270,7 +270,7 @@ class HeldChoices:
                 self._gone(choice)
         return orders
 
-    # ── what the engine says ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── messages of the engine ───────────────────────────────────────────────────────────────────────────────────────────
 
     def answered(self, ticket: int) -> PlacedGroup:
         group = self.asked.pop(ticket, None)
@@ -298,7 +298,7 @@ class HeldChoices:
             self._gone(choice)
 
     def known_of(self, output: StepOutput, serials: list[int]) -> StepOutput | None:
-        """The part of a step's output that is of choices which the router of this session knows of."""
+        """The part of a step's output that belongs to choices known to this session's router."""
         if not self._unknown:
             return output
         choices, session = self.open, self.session

@@ -1,23 +1,23 @@
-"""An instance's sessions with its router, one after the other: what is said when, and which requests are the router's.
+"""An instance's successive sessions with its router: which messages are sent when, and which requests are the router's.
 
-    messages = sessions.opened(now)         a session is there: who we are, everything that is held, and that this was all
-    effects  = sessions.heard(message, now) what the router says: orders for the engine, answers for the router
-    effects  = sessions.take(message, now)  what the engine says of requests that are a router's
-    sessions.lost(reason, now)              the session is over; what is open goes on, and is kept for a while
+    messages = sessions.opened(now)         a session opens: Join, every held group, AllHeldSaid
+    effects  = sessions.receive(message, now) a message of the router: orders for the engine, answers for the router
+    effects  = sessions.take(message, now)  a message of the engine about the router's requests
+    sessions.lost(reason, now)              the session is over; open requests continue and are kept for a grace period
 
-The session is in one state (AWAY, JOINING, SERVING, TURNED_AWAY). `held_choices` has the choices that a router has placed
-here, and what becomes of them.
+The session is in one state (AWAY, JOINING, SERVING, TURNED_AWAY). `held_choices` records the choices that a router has
+placed here.
 
-A place that the engine has not answered when its session is lost is kept: answered before the next session opens, it is
-among what is held, and a router that was started anew may find its client's request in it. Still unanswered when the next
-session opens, it has no serial by which the router could be told of it: it is dropped.
+A place that the engine has not answered when its session is lost is kept. If the answer comes before the next session
+opens, the group is reported as held, and a restarted router can match it to its client's request. A place still unanswered
+when the next session opens is dropped: it has no serial by which to report it.
 
-Promises: within a session the router hears of each place one answer and of each choice that it placed or was told of every
-row, in order, none twice, up to its end; what `opened` says of a choice and the rows after it are its whole history. A name
-of a prefix is said once in a session.
+Promises: within a session the router gets one answer to each place and, of each choice that it placed or that was reported
+to it, every row up to the end, in order, none twice; the report of `opened` and the rows after it are the choice's whole
+output. A prefix key is reported once in a session.
 
-It trusts its engine and not the router: what a router says is checked, so that it cannot harm the engine or the clients of
-this instance's own HTTP address. It has no clock, socket or task in it.
+The engine is trusted, the router is not: its messages are checked, so that it cannot harm the engine or the clients of this
+instance's own HTTP address. Pure: no clock, socket or task.
 """
 
 from __future__ import annotations
@@ -75,54 +75,54 @@ SESSION_TRANSITIONS: dict[tuple[InstanceSessionState, InstanceSessionMove], Inst
     (InstanceSessionState.TURNED_AWAY, InstanceSessionMove.LOSE): InstanceSessionState.AWAY,
 }
 
-TELLING = (InstanceSessionState.SERVING, InstanceSessionState.JOINING)
-"""What comes after the held groups were said follows them, whether or not the answer is there yet."""
+SENDING_STATES = (InstanceSessionState.SERVING, InstanceSessionState.JOINING)
+"""States in which output is sent to the router: it follows the held groups also before the router has answered."""
 
 
 @dataclass(slots=True)
 class SessionEffects:
-    """What is to be done, in this order of fields."""
+    """What the driver must do, in the order of the fields."""
 
     orders: list[ToEngine] = field(default_factory=list)
-    says: list[FromInstance] = field(default_factory=list)
-    neighbours: tuple[str, ...] | None = None
-    """The instances that prefill for this one now; None: as before."""
+    messages: list[FromInstance] = field(default_factory=list)
+    prefill_peers: tuple[str, ...] | None = None
+    """The prefill peers of this instance; None: unchanged."""
     drain: bool = False
-    """The router wants this instance to take nothing new."""
+    """The router asks this instance to drain."""
     welcomed: Welcome | None = None
     turned_away: str | None = None
-    """The router does not want us, and why; the session is to be closed."""
+    """Why the router rejected this instance; the session must be closed."""
     fenced: str | None = None
-    """It never will: a later life of this name is there."""
+    """Set with `moveed_away` where the rejection is final: a later incarnation of this name has joined."""
 
 
 class InstanceSessions:
     def __init__(self, join: Join, grace_us: int = 10_000_000) -> None:
         self._join = join
         self._grace_us = grace_us
-        self._standing = InstanceSessionState.AWAY
-        self._standings = StateMachine(SESSION_TRANSITIONS, "a session")
+        self._state = InstanceSessionState.AWAY
+        self._states = StateMachine(SESSION_TRANSITIONS, "a session")
         self._lost_us: int | None = None
-        """Since when no router has known of what is held; None while one does."""
+        """Since when no router knows of the held choices; None while one does."""
         self._draining = join.draining
         self._choices = HeldChoices()
         self._beats = Heartbeats(self._choices.has)
         self._unsent: list[ToEngine] = []
-        """Orders that came of opening a session: they go out with the router's first word."""
+        """Orders from opening a session; sent with the router's first message."""
 
     # ── the session ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
-    def standing(self) -> InstanceSessionState:
-        return self._standing
+    def state(self) -> InstanceSessionState:
+        return self._state
 
     def moves(self) -> dict[tuple[HeldState, HeldMove], int]:
-        """How often each transition of a choice was taken."""
+        """Count of each transition of choices."""
         return self._choices.moves()
 
-    def turns(self) -> dict[tuple[InstanceSessionState, InstanceSessionMove], int]:
-        """How often each transition of the session was taken."""
-        return self._standings.moves()
+    def session_moves(self) -> dict[tuple[InstanceSessionState, InstanceSessionMove], int]:
+        """Count of each transition of the session."""
+        return self._states.moves()
 
     @property
     def open_requests(self) -> int:
@@ -131,30 +131,30 @@ class InstanceSessions:
 
     @property
     def kept_choices(self) -> int:
-        """Choices of which a router will be told when it is there again."""
+        """Choices that will be reported to the next router session."""
         return self._choices.kept
 
     @property
     def held_choices(self) -> int:
-        """Choices of which something is kept."""
+        """Choices of which the output is kept."""
         return self._choices.held
 
     def opened(self, now_us: int) -> list[FromInstance]:  # noqa: ARG002
-        """The first messages of a session. Everything that `take` says from here on comes after them."""
-        self._turn(InstanceSessionMove.OPEN)
+        """The first messages of a session. Everything that `take` returns from here on is sent after them."""
+        self._move(InstanceSessionMove.OPEN)
         held, orders = self._choices.next_session()
         self._unsent += orders
         return [msgspec.structs.replace(self._join, draining=self._draining), *held, AllHeldSaid()]
 
     def lost(self, reason: str, now_us: int) -> None:  # noqa: ARG002
-        """The session is over. A second loss, or one before the welcome, does not make the grace longer."""
-        self._turn(InstanceSessionMove.LOSE)
+        """The session is over. A second loss, or one before the welcome, does not extend the grace period."""
+        self._move(InstanceSessionMove.LOSE)
         self._beats.void()
         if self._lost_us is None:
             self._lost_us = now_us
 
     def next_deadline(self) -> int | None:
-        if self._standing is not InstanceSessionState.AWAY or self._lost_us is None or self._choices.is_empty:
+        if self._state is not InstanceSessionState.AWAY or self._lost_us is None or self._choices.is_empty:
             return None
         return self._lost_us + self._grace_us
 
@@ -163,31 +163,31 @@ class InstanceSessions:
         if deadline is None or now_us < deadline:
             return SessionEffects()
         self._lost_us = None
-        return SessionEffects(orders=[*self._flushed(), *self._choices.drop_everything()])
+        return SessionEffects(orders=[*self._take_unsent(), *self._choices.drop_everything()])
 
     def leave(self) -> list[FromInstance]:
-        """This instance was told to stop: nothing new, please."""
-        said, self._draining = self._draining, True
-        return [Leaving()] if not said and self._standing in TELLING else []
+        """Tell the router that this instance takes no new requests."""
+        was_draining, self._draining = self._draining, True
+        return [Leaving()] if not was_draining and self._state in SENDING_STATES else []
 
-    def _turn(self, turn: InstanceSessionMove) -> None:
-        self._standing = self._standings.after(self._standing, turn)
+    def _move(self, move: InstanceSessionMove) -> None:
+        self._state = self._states.after(self._state, move)
 
-    def _flushed(self) -> list[ToEngine]:
+    def _take_unsent(self) -> list[ToEngine]:
         orders, self._unsent = self._unsent, []
         return orders
 
-    # ── what the router says ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── messages of the router ───────────────────────────────────────────────────────────────────────────────────────────
 
-    def heard(self, message: FromRouter, now_us: int) -> SessionEffects:  # noqa: ARG002
-        """A WireError means that the router broke the rules; nothing has changed then."""
+    def receive(self, message: FromRouter, now_us: int) -> SessionEffects:  # noqa: ARG002
+        """Raises WireError where the router broke the protocol; nothing has changed then."""
         match message:
             case Welcome():
-                return self._welcomed(message)
+                return self._on_welcome(message)
             case TurnedAway(reason, fenced):
-                return self._turned_away(reason, fenced)
-            case _ if self._standing is not InstanceSessionState.SERVING:
-                raise WireError(f"{type(message).__name__} to an instance that is {self._standing.value}")
+                return self._on_turned_away(reason, fenced)
+            case _ if self._state is not InstanceSessionState.SERVING:
+                raise WireError(f"{type(message).__name__} to an instance that is {self._state.value}")
             case PlaceAttempt():
                 return self._place(message)
             case Cancel(serial):
@@ -197,24 +197,24 @@ class InstanceSessions:
             case StopAt(serial):
                 return SessionEffects(orders=[message] if self._choices.is_wanted(serial) else [])
             case PrefillPeersChanged(addresses):
-                return SessionEffects(neighbours=addresses)
+                return SessionEffects(prefill_peers=addresses)
             case Drain():
                 self._draining = True
                 return SessionEffects(drain=True)
 
-    def _welcomed(self, message: Welcome) -> SessionEffects:
-        if self._standing is not InstanceSessionState.JOINING:
-            raise WireError(f"a welcome to an instance that is {self._standing.value}")
-        self._turn(InstanceSessionMove.WELCOME)
+    def _on_welcome(self, message: Welcome) -> SessionEffects:
+        if self._state is not InstanceSessionState.JOINING:
+            raise WireError(f"a welcome to an instance that is {self._state.value}")
+        self._move(InstanceSessionMove.WELCOME)
         self._grace_us = message.orphan_grace_us
         self._lost_us = None
-        return SessionEffects(orders=[*self._flushed(), ReportChanges()], welcomed=message)
+        return SessionEffects(orders=[*self._take_unsent(), ReportChanges()], welcomed=message)
 
-    def _turned_away(self, reason: str, fenced: bool) -> SessionEffects:
-        if self._standing is not InstanceSessionState.JOINING:
-            raise WireError(f"an instance that is {self._standing.value} was turned away")
-        self._turn(InstanceSessionMove.TURN_AWAY)
-        return SessionEffects(orders=self._flushed(), turned_away=reason, fenced=reason if fenced else None)
+    def _on_turned_away(self, reason: str, fenced: bool) -> SessionEffects:
+        if self._state is not InstanceSessionState.JOINING:
+            raise WireError(f"an instance that is {self._state.value} was turned away")
+        self._move(InstanceSessionMove.TURN_AWAY)
+        return SessionEffects(orders=self._take_unsent(), turned_away=reason, fenced=reason if fenced else None)
 
     def _place(self, place: PlaceAttempt) -> SessionEffects:
         if self._choices.waits(place.ticket):
@@ -222,53 +222,53 @@ class InstanceSessions:
         try:
             check_group(place.group, self._join.vocabulary)
         except UnknownToken as error:
-            return SessionEffects(says=[refused(place.ticket, Refusal(RefusalCode.NOT_IN_VOCABULARY, str(error)))])
+            return SessionEffects(messages=[refused(place.ticket, Refusal(RefusalCode.NOT_IN_VOCABULARY, str(error)))])
         if self._choices.open_requests + len(place.group) > CHOICES_MAX:
             refusal = Refusal(RefusalCode.QUEUE_FULL, f"{CHOICES_MAX} choices of this router are open here", 1)
-            return SessionEffects(says=[refused(place.ticket, refusal)])
+            return SessionEffects(messages=[refused(place.ticket, refusal)])
         return SessionEffects(orders=self._choices.place(place))
 
-    # ── what the engine says ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── messages of the engine ───────────────────────────────────────────────────────────────────────────────────────────
 
     def owns_ticket(self, ticket: int) -> bool:
         return ticket >= FIRST_ROUTED_TICKET
 
     def split(self, output: StepOutput) -> tuple[StepOutput | None, StepOutput | None]:
-        """The router's part, and that of the front end's own requests."""
+        """Split a step into the router's part and the front end's own part."""
         return split(output, self._choices.open) if self._choices.open else (None, output)
 
     def take(self, message: Accepted | RefusedMessage | StepOutput, now_us: int) -> SessionEffects:  # noqa: ARG002
         match message:
             case StepOutput():
-                return self._stepped(message)
+                return self._on_step(message)
             case Accepted(ticket, serials):
                 group = self._choices.answered(ticket)
                 orders = self._choices.accept(group, serials)
-                return SessionEffects(orders, [Accepted(group.place.ticket, serials)] if self._knows(group) else [])
+                return SessionEffects(orders, [Accepted(group.place.ticket, serials)] if self._awaits_answer(group) else [])
             case RefusedMessage(ticket):
                 group = self._choices.answered(ticket)
                 self._choices.refuse(group)
                 answer = msgspec.structs.replace(message, ticket=group.place.ticket)
-                return SessionEffects(says=[answer] if self._knows(group) else [])
+                return SessionEffects(messages=[answer] if self._awaits_answer(group) else [])
 
-    def _knows(self, group: PlacedGroup) -> bool:
+    def _awaits_answer(self, group: PlacedGroup) -> bool:
         """Whether the router of this session waits for the answer."""
-        return self._standing in TELLING and group.session == self._choices.session
+        return self._state in SENDING_STATES and group.session == self._choices.session
 
-    def _stepped(self, output: StepOutput) -> SessionEffects:
+    def _on_step(self, output: StepOutput) -> SessionEffects:
         serials = serials_of(output)
-        known = self._choices.known_of(output, serials) if self._standing in TELLING else None
+        known = self._choices.known_of(output, serials) if self._state in SENDING_STATES else None
         self._choices.write_down(output, serials)
-        return SessionEffects(says=[] if known is None else [known])
+        return SessionEffects(messages=[] if known is None else [known])
 
-    # ── beats ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── heartbeats ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def feel(self, pulse: Pulse, now_us: int) -> None:
-        """The engine's pulse, once for each: the next beat says it."""
-        self._beats.feel(pulse, self._standing is InstanceSessionState.SERVING, now_us)
+    def record_pulse(self, pulse: Pulse, now_us: int) -> None:
+        """Record a pulse of the engine for the next heartbeat. Call once per pulse."""
+        self._beats.record_pulse(pulse, self._state is InstanceSessionState.SERVING, now_us)
 
     def beat(self, pulse: Pulse | None, silent_us: int, now_us: int) -> HeartbeatMessage | None:
-        """A sign of life for the router; None where there is none. `pulse` is one that was not given before."""
+        """The next heartbeat; None while not serving. `pulse` must not have been recorded before."""
         if pulse is not None:
-            self.feel(pulse, now_us)
-        return self._beats.beat(silent_us, now_us) if self._standing is InstanceSessionState.SERVING else None
+            self.record_pulse(pulse, now_us)
+        return self._beats.beat(silent_us, now_us) if self._state is InstanceSessionState.SERVING else None

@@ -1,7 +1,6 @@
-"""The file that keeps the prefix cache's secret: what is written, and whether what is read back is whole.
+"""The file format of a kept secret: magic, secret, checksum.
 
-A file that is torn, swapped or rotten is not a secret: its owner makes a new one and loses only what was cached under the
-old.
+A damaged file is not a secret: its owner makes a new one and loses only what was cached under the old one.
 """
 
 from __future__ import annotations

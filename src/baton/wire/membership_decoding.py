@@ -1,7 +1,7 @@
-"""What an instance's words mean to a router: values of `core.routing`, made from checked messages.
+"""Turns checked messages of an instance into values of `core.routing`.
 
-An instance may be broken. What would hurt the router or a client (a token that is none, log-probabilities that belong to no
-token, a negative count, serials given twice) is a WireError here and nothing else happens.
+An instance may be faulty. Values that would harm the router or a client (a token id outside the vocabulary,
+log-probabilities without a token, a negative count, a serial given twice) raise a WireError.
 """
 
 from __future__ import annotations
@@ -10,29 +10,24 @@ from collections.abc import Mapping
 
 from baton.core.engine.change_journal import CachedKeysChanged
 from baton.core.engine.plan import Logprobs
-from baton.core.engine.prefix import KEY_BYTES
 from baton.core.engine.request import Submission
 from baton.core.routing.events import Heartbeat, HeldChoice, Join, PhaseReport
 from baton.core.routing.identity import ChoiceAttempt
 from baton.wire.engine_messages import LogprobLine, WireError, logprob_lines, numbers, tokens_of
-from baton.wire.router_messages import HeartbeatMessage, HeldChoiceMessage, HeldGroup, check_group, check_tokens
+from baton.wire.router_messages import HeartbeatMessage, HeldChoiceMessage, HeldGroup, check_group, check_tokens, keys_of
 
 
-def sign_of(beat: HeartbeatMessage, attempts: Mapping[int, ChoiceAttempt]) -> Heartbeat:
-    """`places`: by serial, where a request is in the router's book; notes of others are left out."""
-    names = CachedKeysChanged(beat.fresh, _keys(beat.named), _keys(beat.forgotten))
+def heartbeat_of(beat: HeartbeatMessage, attempts: Mapping[int, ChoiceAttempt]) -> Heartbeat:
+    """The heartbeat as the router takes it. `attempts` is by serial; notes of other serials are left out."""
+    names = CachedKeysChanged(beat.fresh, keys_of(beat.named), keys_of(beat.forgotten))
     notes = tuple(
         PhaseReport(attempts[serial], phase, ago_us) for serial, phase, ago_us in beat.notes if serial in attempts
     )  # fmt: skip
     return Heartbeat(beat.gauges, beat.engine_silent_us, beat.computing, names, notes)
 
 
-def _keys(data: bytes) -> tuple[bytes, ...]:
-    return tuple(data[at : at + KEY_BYTES] for at in range(0, len(data), KEY_BYTES))
-
-
 def tokens_left(submission: Submission, context_tokens: int) -> int:
-    """How many tokens an attempt may still yield."""
+    """Number of tokens that an attempt may still yield."""
     longest = context_tokens - len(submission.prompt)
     most = longest if submission.max_tokens is None else submission.max_tokens
     return most - len(submission.generated)
@@ -75,7 +70,7 @@ def _held_choice(message: HeldGroup, line: HeldChoiceMessage, submission: Submis
 
 def _extras(line: HeldChoiceMessage, counts: list[int], vocabulary: int) -> tuple[object, ...]:
     if not line.logprobs:
-        return ()  # an executor may have none
+        return ()  # an executor may compute none
     rows: list[list[LogprobLine]] = [[] for _ in counts]
     for item in line.logprobs:
         if not 0 <= item.row < len(rows) or rows[item.row]:
@@ -93,7 +88,7 @@ def checked_lines(item: Logprobs, count: int, vocabulary: int) -> list[LogprobLi
 
 
 def check_lines(lines: list[LogprobLine], count: int, vocabulary: int) -> None:
-    """One for each token, and of ids that are tokens."""
+    """Raise WireError unless there is one line per token and every id is in the vocabulary."""
     if len(lines) != count:
         raise WireError(f"log-probabilities of {len(lines)} tokens for {count}")
     for _, top in lines:

@@ -1,9 +1,9 @@
-"""What two instances say to each other, as bytes: a registration each way at the start of a session, then peer messages.
+"""The messages between two peer instances as bytes: a registration each way at the start of a session, then peer messages.
 
-Owns the registration, and the checks that the types of `core.handover.messages` cannot say. A peer holds the cluster key but
-may be of another version, broken or taken over, so everything that comes is checked here before the core sees it. What
-does not pass is a WireError and never another exception. Whether a message makes sense now is for `core.handover`; whether
-token ids are in the vocabulary and a layout fits ours, for the one who knows the model.
+Owns the registration, and the checks that the types of `core.handover.messages` cannot express. A peer holds the cluster key
+but may be of another version, faulty or compromised, so everything received is checked here before the core sees it. What
+does not pass raises a WireError and never another exception. Whether a message fits the state of a hand-over is checked by
+`core.handover`; whether token ids are in the vocabulary and the layout fits, by the driver, which knows the model.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ TRANSFERS_MAX = 8
 
 
 class Register(WireMessage, tag="register", frozen=True):
-    """The first frame of a session, from either side: who I am, and what a block of mine looks like."""
+    """The first frame of a session, from either side: the sender's identity and its KV block layout."""
 
     name: Name
     incarnation: Incarnation
@@ -58,16 +58,16 @@ class Register(WireMessage, tag="register", frozen=True):
     block_size: Positive
     layer_bytes: Annotated[tuple[Long, ...], Meta(max_length=LAYERS_MAX)]
     transfers: Annotated[tuple[Address, ...], Meta(max_length=TRANSFERS_MAX)] = ()
-    """Where this side takes KV in; each address is understood by a sender of its kind only."""
+    """Addresses where this side receives KV; each is understood only by a sender of its kind."""
     version: int = PEERING_VERSION
 
 
 class Registered(WireMessage, tag="registered", frozen=True):
-    """We fit; peer messages may follow."""
+    """The registration is accepted; peer messages may follow."""
 
 
 class Unfit(WireMessage, tag="unfit", frozen=True):
-    """We do not; the session ends. The reason names both values of what differs."""
+    """The registration is rejected; the session ends. The reason names both values that differ."""
 
     reason: Reason
 
@@ -76,7 +76,7 @@ Registration = Register | Registered | Unfit
 
 
 class _Versioned(msgspec.Struct, tag="register", frozen=True):
-    """As much of a registration as every version has."""
+    """The fields of a registration that every version has."""
 
     version: int
 
@@ -84,11 +84,11 @@ class _Versioned(msgspec.Struct, tag="register", frozen=True):
 _encoder = msgspec.msgpack.Encoder(enc_hook=encoded_array)
 _registration: msgspec.msgpack.Decoder[Registration] = msgspec.msgpack.Decoder(Registration)
 _versioned: msgspec.msgpack.Decoder[_Versioned] = msgspec.msgpack.Decoder(_Versioned)
-_to_giver: msgspec.msgpack.Decoder[ToPrefillSide] = msgspec.msgpack.Decoder(ToPrefillSide, dec_hook=decoded_array)
-_to_taker: msgspec.msgpack.Decoder[ToDecodeSide] = msgspec.msgpack.Decoder(ToDecodeSide, dec_hook=decoded_array)
+_to_prefill_side: msgspec.msgpack.Decoder[ToPrefillSide] = msgspec.msgpack.Decoder(ToPrefillSide, dec_hook=decoded_array)
+_to_decode_side: msgspec.msgpack.Decoder[ToDecodeSide] = msgspec.msgpack.Decoder(ToDecodeSide, dec_hook=decoded_array)
 
 
-# ── bytes of ours ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── encoding ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def encode_registration(message: Registration) -> bytes:
@@ -96,11 +96,11 @@ def encode_registration(message: Registration) -> bytes:
 
 
 def encode_peer(message: PeerMessage) -> bytes:
-    """Long reasons are cut; what the other side would refuse for its size is a WireError here."""
-    return _bounded(_sayable(message))
+    """Encode a message; long reasons are cut. Raises WireError where the frame is over the limit."""
+    return _bounded(_sendable(message))
 
 
-def _sayable(message: PeerMessage) -> PeerMessage:
+def _sendable(message: PeerMessage) -> PeerMessage:
     if isinstance(message, Ask) and message.submission.leader is not None:
         submission = message.submission
         raise WireError(f"{submission.request_id!r} follows {submission.leader!r}; only leaders are asked for")
@@ -110,7 +110,7 @@ def _sayable(message: PeerMessage) -> PeerMessage:
 
 
 def _cut(reason: str) -> str:
-    """Reasons come from exceptions too, and those may quote bytes that are no text."""
+    """Reasons may quote an exception, and that may contain characters that UTF-8 cannot encode."""
     return reason.encode(errors="replace").decode()[:REASON_CHARS_MAX]
 
 
@@ -121,7 +121,7 @@ def _bounded(message: msgspec.Struct) -> bytes:
     return frame
 
 
-# ── bytes of theirs ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── decoding ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def decode_registration(frame: bytes) -> Registration:
@@ -136,28 +136,28 @@ def decode_registration(frame: bytes) -> Registration:
 
 
 def _check_version(frame: bytes) -> None:
-    """Another version may have other fields, so it is looked for in whatever calls itself a registration."""
-    spoken = decoded(_versioned, frame, "a registration").version
-    if spoken != PEERING_VERSION:
-        raise WireError(f"the other side speaks version {spoken} of the peer messages, this one {PEERING_VERSION}")
+    """Other versions may have other fields, so the version is read from any frame tagged as a registration."""
+    version = decoded(_versioned, frame, "a registration").version
+    if version != PEERING_VERSION:
+        raise WireError(f"the other side speaks version {version} of the peer messages, this one {PEERING_VERSION}")
 
 
-def decode_to_giver(frame: bytes) -> ToPrefillSide:
-    message = decoded(_to_giver, frame, "a message to a giver")
+def decode_to_prefill_side(frame: bytes) -> ToPrefillSide:
+    message = decoded(_to_prefill_side, frame, "a message to a giver")
     if isinstance(message, Ask):
         _check_submission(message.submission)
     return message
 
 
-def decode_to_taker(frame: bytes) -> ToDecodeSide:
-    message = decoded(_to_taker, frame, "a message to a taker")
+def decode_to_decode_side(frame: bytes) -> ToDecodeSide:
+    message = decoded(_to_decode_side, frame, "a message to a taker")
     if isinstance(message, Commit) and message.logprobs is not None:
         return msgspec.structs.replace(message, logprobs=_first_logprobs(message.logprobs))
     return message
 
 
 def _first_logprobs(item: Logprobs) -> Logprobs:
-    """Of one token: one line, and not more alternatives than anybody asks for."""
+    """Check the log-probabilities of one token: one line, a bounded number of alternatives."""
     made = shaped(item)
     lines, alternatives = made.top_ids.shape
     _demand(lines == 1, f"log-probabilities of {lines} tokens, of the first output")

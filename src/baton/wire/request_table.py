@@ -1,11 +1,11 @@
-"""The front end's table of what is open at one engine: tickets it waits for, serials whose tokens it hears.
+"""The state of every ticket and every request that is open at one engine.
 
-    message = table.submit(group)      what travels to the engine
-    took    = table.take(message)      what a message from it means: news for the clients, orders to send back
-    lost    = table.lose(reason)       the engine is gone: everything open ends here
+    message = table.submit(group)      the message to send to the engine
+    took    = table.take(message)      the effects of a message from it: news for the clients, orders to send back
+    lost    = table.lose(reason)       the engine is gone: everything open ends
 
-A ticket is the table's number for a submitted group. The engine answers it once; accepted, it becomes one serial for each
-submission of the group. Each entry is in one state, and what can happen to it is one table:
+A ticket is the table's number for a submitted group. The engine answers it once; when accepted, it becomes one serial for
+each submission of the group. Each entry is in one state:
 
     tickets                                           serials
     SUBMITTED ───────────────── accepted ───────────▶ OPEN ── let go ──▶ STOPPING
@@ -15,8 +15,8 @@ submission of the group. Each entry is in one state, and what can happen to it i
     ABANDONED ───────────────── accepted ───────────▶ UNWANTED ── ended, lost ──▶ gone
            └── refused, lost ──▶ gone
 
-Promises: whoever submitted hears of each ticket and of each serial exactly one end and nothing after it, and nothing at all
-of what it abandoned; every serial of an abandoned ticket is cancelled. It has no clock, socket or task in it.
+Promises: each ticket and each serial is reported ended exactly once, with nothing after it; abandoned ones are never
+reported; every serial of an abandoned ticket is cancelled. Pure: no clock, socket or task.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ from baton.wire.engine_messages import (
 
 
 class RequestTableClosed(BatonError):
-    """The engine behind this table is gone; the message says why."""
+    """The engine of this table is gone; the message says why."""
 
 
 class EntryState(Enum):
     SUBMITTED = "submitted"
     ABANDONED = "abandoned"
-    """Nobody waits for the answer any more."""
+    """The submitter no longer waits for the answer."""
     OPEN = "open"
     STOPPING = "stopping"
-    """The engine was told to end it; tokens and the end still come."""
+    """A stop or cancel was sent; tokens and the end still come."""
     UNWANTED = "unwanted"
-    """Accepted after it was abandoned: cancelled, and nobody hears of it."""
+    """Accepted after it was abandoned: cancelled, and not reported."""
     GONE = "gone"
 
 
@@ -90,19 +90,19 @@ TRANSITIONS: dict[tuple[EntryState, EntryMove], EntryState] = {
     (EntryState.UNWANTED, EntryMove.END): EntryState.GONE,
     (EntryState.UNWANTED, EntryMove.LOSE): EntryState.GONE,
 }
-"""Accepting moves a ticket into the state that its serials begin in."""
+"""ACCEPT moves a ticket into the first state of its serials."""
 
-HEARD = (EntryState.OPEN, EntryState.STOPPING, EntryState.SUBMITTED)
-"""States of what somebody waits for. The commonest comes first: this is looked up once a row."""
+REPORTED = (EntryState.OPEN, EntryState.STOPPING, EntryState.SUBMITTED)
+"""States whose progress is reported. The most common comes first: this is looked up once per row."""
 
 
-# ── what `take` and `lose` say ───────────────────────────────────────────────────────────────────────────────────────────
+# ── results of `take` and `lose` ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 class GroupAccepted(msgspec.Struct, frozen=True):
     ticket: int
     serials: tuple[int, ...]
-    """One for each submission of the group, in its order."""
+    """One for each submission, in the order of the group."""
 
 
 class GroupDeclined(msgspec.Struct, frozen=True):
@@ -111,25 +111,25 @@ class GroupDeclined(msgspec.Struct, frozen=True):
 
 
 class RequestProgress(msgspec.Struct, frozen=True):
-    """What a step brought to one request. `ended` comes with the last news of a serial, which may have no token."""
+    """The output of one step for one request. `ended` is set in the last one of a serial, which may have no token."""
 
     serial: int
     tokens: list[int]
     logprobs: list[LogprobLine] | None
-    """One for each token where they were asked for."""
+    """One for each token, where asked for."""
     cached_tokens: int | None
-    """Prompt tokens that the prefix cache had; known from the first token on and said with it."""
+    """Prompt tokens found in the prefix cache; set with the first token."""
     ended: EndedRequest | None
 
 
 class EngineReady(msgspec.Struct, frozen=True):
-    """The engine serves."""
+    """The engine is ready to serve."""
 
     ready: ReadyMessage
 
 
 class EngineFailed(msgspec.Struct, frozen=True):
-    """The engine's last words. What is open stays so until `lose`."""
+    """The engine reported its failure. Open entries stay open until `lose`."""
 
     reason: str
 
@@ -138,9 +138,9 @@ News = GroupAccepted | GroupDeclined | EngineReady | EngineFailed
 
 
 class StepColumns(msgspec.Struct, frozen=True):
-    """What a step brought to those who hear of it, as columns: no object is made for a token.
+    """The reported output of one step, as columns: no object is made per token.
 
-    Row i is for `serials[i]` and has the tokens from `begins[i]` to `ends[i]`. A request may also end without a row.
+    Row i belongs to `serials[i]` and has the tokens from `begins[i]` to `ends[i]`. A request may also end without a row.
     """
 
     serials: list[int]
@@ -148,14 +148,14 @@ class StepColumns(msgspec.Struct, frozen=True):
     ends: list[int]
     tokens: list[int]
     logprobs: dict[int, list[LogprobLine]]
-    """By row, where they were asked for."""
+    """By row, where asked for."""
     cached: dict[int, int]
-    """By serial, with its first token."""
+    """By serial: prompt tokens found in the prefix cache, with its first token."""
     ended: dict[int, EndedRequest]
     """By serial."""
 
     def rows(self) -> Iterator[RequestProgress]:
-        """The same, request by request; ends without a row come last."""
+        """The same, one object per request; ends without a row come last."""
         over = dict(self.ended)
         for row, (serial, begin, end) in enumerate(zip(self.serials, self.begins, self.ends, strict=True)):
             tokens, cached = self.tokens[begin:end], self.cached.get(serial)
@@ -166,21 +166,21 @@ class StepColumns(msgspec.Struct, frozen=True):
 
 class TableNews(msgspec.Struct, frozen=True):
     news: list[News]
-    """In the order in which it happened."""
+    """In order of occurrence."""
     orders: list[ToEngine]
-    """To be sent to the engine."""
+    """To send to the engine."""
     step: StepColumns | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LostEntry:
-    """The end of what was open at an engine that is gone: a ticket before its answer, a serial after it."""
+    """An entry that was open when the engine was lost: a ticket before its answer, a serial after it."""
 
     ticket: int | None
     serial: int | None
     reason: str
     retryable: bool = True
-    """Nothing was wrong with the request: another engine may be asked."""
+    """Whether another engine may be asked: the request itself was not at fault."""
 
 
 # ── the table ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -193,10 +193,10 @@ class RequestTable:
         self._serials: dict[int, EntryState] = {}
         self._states = StateMachine(TRANSITIONS, "an entry")
         self._first_serial: int | None = None
-        """Engines number requests upwards: what is below was accepted in an earlier conversation and is nobody's here."""
-        self._lost: str | None = None
+        """Engines number requests upwards: a lower serial was accepted in an earlier session and is ignored here."""
+        self._loss: str | None = None
         self.late = 0
-        """Rows that came for a request of which nobody hears any more, and messages that came after the loss."""
+        """Rows of requests that are no longer reported, and messages received after the loss."""
 
     @property
     def open_tickets(self) -> int:
@@ -213,19 +213,19 @@ class RequestTable:
         return len(self._tickets) + len(self._serials)
 
     def moves(self) -> dict[tuple[EntryState, EntryMove], int]:
-        """How often each transition was taken."""
+        """Count of each transition taken."""
         return self._states.moves()
 
     def submit(self, group: Sequence[Submission]) -> Submit:
-        if self._lost is not None:
-            raise RequestTableClosed(f"the engine is gone: {self._lost}")
+        if self._loss is not None:
+            raise RequestTableClosed(f"the engine is gone: {self._loss}")
         message = Submit(self._next_ticket, tuple(group))
         self._tickets[message.ticket] = EntryState.SUBMITTED
         self._next_ticket += 1
         return message
 
     def adopt(self, serial: int, wanted: bool = True) -> Cancel | None:
-        """A request that the engine took in an earlier conversation; the order that ends it where nobody wants it."""
+        """Add a request that the engine accepted in an earlier session. Returns its cancel where it is not wanted."""
         if serial in self._serials:
             raise WireError(f"serial {serial} is open already")
         self._serials[serial] = EntryState.OPEN if wanted else EntryState.UNWANTED
@@ -238,22 +238,22 @@ class RequestTable:
             self._move(self._tickets, ticket, EntryMove.ABANDON)
 
     def cancel(self, serial: int) -> Cancel | None:
-        """The order that ends a request whose client left; None when it has ended or was told to."""
-        return Cancel(serial) if self._let_go(serial) else None
+        """The cancel for a request; None when it has ended or was stopped or cancelled before."""
+        return Cancel(serial) if self._stop_open(serial) else None
 
     def stop(self, serial: int, keep: int) -> StopAt | None:
-        """The order that ends a request after `keep` tokens; None when it has ended or was told to."""
-        return StopAt(serial, keep) if self._let_go(serial) else None
+        """The order that ends a request after `keep` tokens; None when it has ended or was stopped or cancelled before."""
+        return StopAt(serial, keep) if self._stop_open(serial) else None
 
-    def _let_go(self, serial: int) -> bool:
+    def _stop_open(self, serial: int) -> bool:
         if self._serials.get(serial) is not EntryState.OPEN:
             return False
         self._move(self._serials, serial, EntryMove.LET_GO)
         return True
 
     def take(self, message: FromEngine) -> TableNews:
-        """A WireError means that the engine broke the rules of the conversation; nothing has changed then."""
-        if self._lost is not None:
+        """Raises WireError where the engine broke the protocol; nothing has changed then."""
+        if self._loss is not None:
             self.late += 1
             return TableNews([], [])
         match message:
@@ -262,9 +262,9 @@ class RequestTable:
             case Accepted(ticket, serials):
                 return self._accepted(ticket, serials)
             case RefusedMessage(ticket):
-                heard = self._state_of(ticket) in HEARD
+                is_reported = self._state_of(ticket) in REPORTED
                 self._move(self._tickets, ticket, EntryMove.REFUSE)
-                return TableNews([GroupDeclined(ticket, refusal_of(message))] if heard else [], [])
+                return TableNews([GroupDeclined(ticket, refusal_of(message))] if is_reported else [], [])
             case ReadyMessage():
                 return TableNews([EngineReady(message)], [])
             case FailedMessage(reason):
@@ -273,15 +273,16 @@ class RequestTable:
                 return TableNews([], [])
 
     def lose(self, reason: str) -> list[LostEntry]:
-        """The engine is gone. Every ticket and serial that somebody hears of ends here; a second loss ends nothing."""
-        if self._lost is not None:
+        """The engine is gone: end every ticket and serial, and return those that are reported. A second call returns
+        nothing."""
+        if self._loss is not None:
             return []
-        self._lost = reason
-        ends = [LostEntry(ticket, None, reason) for ticket in _heard(self._tickets)]
-        ends += [LostEntry(None, serial, reason) for serial in _heard(self._serials)]
-        for book in (self._tickets, self._serials):
-            for key in list(book):
-                self._move(book, key, EntryMove.LOSE)
+        self._loss = reason
+        ends = [LostEntry(ticket, None, reason) for ticket in _reported(self._tickets)]
+        ends += [LostEntry(None, serial, reason) for serial in _reported(self._serials)]
+        for entries in (self._tickets, self._serials):
+            for key in list(entries):
+                self._move(entries, key, EntryMove.LOSE)
         return ends
 
     def _state_of(self, ticket: int) -> EntryState:
@@ -307,34 +308,34 @@ class RequestTable:
 
     def _step(self, output: StepOutput) -> TableNews:
         rows, serials = DecodedRows(output), self._serials
-        unheard = [row for row, serial in enumerate(rows.serials) if serials.get(serial) not in HEARD]
-        for row in unheard:
+        unreported = [row for row, serial in enumerate(rows.serials) if serials.get(serial) not in REPORTED]
+        for row in unreported:
             serial = rows.serials[row]
-            if serial not in serials and not self._is_of_before(serial):
+            if serial not in serials and not self._is_of_earlier_session(serial):
                 raise WireError(f"tokens for serial {serial}, which is not open")
         ended = self._ends(output.ended)
-        self.late += len(unheard)
+        self.late += len(unreported)
         cached: dict[int, int] = {start.serial: start.cached_tokens for start in output.started}
-        step = _columns(rows, unheard, cached, {key: end for key, end in ended.items() if serials[key] in HEARD})
+        step = _columns(rows, unreported, cached, {key: end for key, end in ended.items() if serials[key] in REPORTED})
         for serial in ended:
             self._move(serials, serial, EntryMove.END)
         return TableNews([], [], step if step.serials or step.ended else None)
 
-    def _is_of_before(self, serial: int) -> bool:
-        """Whether a request was accepted in an earlier conversation with this engine."""
+    def _is_of_earlier_session(self, serial: int) -> bool:
+        """Whether the request was accepted in an earlier session with this engine."""
         return self._first_serial is None or serial < self._first_serial
 
-    def _move(self, book: dict[int, EntryState], key: int, move: EntryMove) -> None:
-        after = self._states.after(book[key], move)
+    def _move(self, entries: dict[int, EntryState], key: int, move: EntryMove) -> None:
+        after = self._states.after(entries[key], move)
         if after is EntryState.GONE:
-            del book[key]
+            del entries[key]
         else:
-            book[key] = after
+            entries[key] = after
 
     def _ends(self, ended: tuple[EndedRequest, ...]) -> dict[int, EndedRequest]:
         by_serial: dict[int, EndedRequest] = {}
         for end in ended:
-            if self._is_of_before(end.serial):
+            if self._is_of_earlier_session(end.serial):
                 self.late += 1
                 continue
             if end.serial not in self._serials or end.serial in by_serial:
@@ -343,12 +344,14 @@ class RequestTable:
         return by_serial
 
 
-def _columns(rows: DecodedRows, unheard: list[int], cached: dict[int, int], ended: dict[int, EndedRequest]) -> StepColumns:
+def _columns(
+    rows: DecodedRows, unreported: list[int], cached: dict[int, int], ended: dict[int, EndedRequest]
+) -> StepColumns:
     ends = list(accumulate(rows.counts))
     begins = [end - count for end, count in zip(ends, rows.counts, strict=True)]
-    if not unheard:  # almost always
+    if not unreported:  # the usual case
         return StepColumns(rows.serials, begins, ends, rows.tokens, rows.logprobs, cached, ended)
-    left_out = set(unheard)
+    left_out = set(unreported)
     kept = [row for row in range(len(rows.serials)) if row not in left_out]
     return StepColumns(
         [rows.serials[row] for row in kept],
@@ -361,5 +364,5 @@ def _columns(rows: DecodedRows, unheard: list[int], cached: dict[int, int], ende
     )
 
 
-def _heard(book: dict[int, EntryState]) -> list[int]:
-    return [key for key, state in book.items() if state in HEARD]
+def _reported(entries: dict[int, EntryState]) -> list[int]:
+    return [key for key, state in entries.items() if state in REPORTED]

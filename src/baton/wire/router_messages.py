@@ -1,16 +1,17 @@
-"""What a router and an instance say to each other, as bytes.
+"""The messages between a router and an instance, as bytes.
 
     instance                                          router
-      Join, HeldGroup …, Settled         ───────▶       admits it, or turns it away
+      Join, HeldGroup …, AllHeldSaid     ───────▶       admits or rejects it
                                          ◀───────       Welcome | TurnedAway
-      Beat every 200 ms                  ───────▶
-                                         ◀───────       Place, Cancel, StopAt, Forget, Neighbours, Drain
-      Accepted, RefusedMessage, StepOutput ──────▶       as a front end hears them from its engine
-      Leaving                            ───────▶       it takes nothing new
+      HeartbeatMessage every 200 ms      ───────▶
+                                         ◀───────       PlaceAttempt, Cancel, StopAt, ForgetSerials, Drain,
+                                                         PrefillPeersChanged
+      Accepted, RefusedMessage, StepOutput ──────▶      the same as from an engine to its front end
+      Leaving                            ───────▶       takes no new requests
 
-Owns the messages but for `Join` and what a front end also says to its engine, which are values of core. Both
-sides hold the cluster key but may be of another version, broken or taken over, so everything is checked here: what does not
-pass is a WireError and never another exception.
+Owns these messages but for `Join` and those shared with the engine's front end, which are values of core. Both sides hold
+the cluster key but may be of another version, faulty or compromised, so everything is checked here: what does not pass
+raises a WireError and never another exception.
 """
 
 from __future__ import annotations
@@ -51,57 +52,57 @@ ORIGIN_BYTES_MAX = 8 << 20
 KEYS_A_BEAT_MAX = 4096
 NOTES_A_BEAT_MAX = 1024
 GROUP_MAX = 256
-"""Choices of a body: as many as the API makes of one."""
+"""Choices of one request; the API allows as many."""
 HELD_BYTES_MAX = 96 << 20
-"""All that an instance says of held groups as it joins, by `held_bytes`: it is written in one go, so it must be well below
-what a line may have unread."""
+"""Bound on all held groups that an instance reports as it joins, by `held_bytes`: they are written at once, so the total
+must be well below what a connection may have unread."""
 HELD_GROUPS_MAX = 1 << 15
 CHOICE_BYTES = 512
-"""What a router spends on a choice of a body that it hears of, whether or not anything of it is held."""
+"""Bytes that a router spends on each choice of a reported request, held or not."""
 PLACE_BYTES_MAX = 24 << 20
-"""Origin, prompts and outputs of a group: with its history it must be able to travel back as one frame."""
+"""Origin, prompts and outputs of a group: with its output it must be able to travel back as one frame."""
 ADDRESSES_MAX = 256
 REFUSAL_CHARS_MAX = 4096
 
 Choices = Annotated[int, Meta(ge=1, le=GROUP_MAX)]
 Keys = Annotated[bytes, Meta(max_length=KEY_BYTES * KEYS_A_BEAT_MAX)]
-"""Block keys end to end."""
+"""Concatenated block keys."""
 
 
 class UnknownToken(WireError):
-    """It has an id that the model has no token for. That need not be a router's fault: before anybody has joined, it knows
-    the tokenizer's vocabulary only."""
+    """A token id is not in the model's vocabulary. The router may not be at fault: before an instance has joined, it knows
+    only the tokenizer's vocabulary."""
 
 
-# ── instance to router ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── from instance to router ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class _Versioned(msgspec.Struct, tag="join", frozen=True):
-    """As much of a Join as every version has."""
+    """The fields of a Join that every version has."""
 
     version: int
 
 
 class HeldChoiceMessage(WireMessage, array_like=True, frozen=True):
-    """What an instance has of one choice of a held group, after what the submission says was generated before."""
+    """The output an instance has of one choice of a held group, after the tokens that its submission already contains."""
 
     place: Count
     serial: Long
     counts: bytes
-    """Tokens came in rows; how many in each."""
+    """Tokens of each row."""
     tokens: bytes
     logprobs: tuple[Logprobs, ...]
-    """By row, where they were asked for."""
+    """By row, where asked for."""
     cached_tokens: Count | None
     ended: EndedRequest | None
 
 
 class HeldGroup(WireMessage, tag="held", frozen=True):
-    """A group that a router submitted in an earlier session, and that is still kept."""
+    """A group that a router placed in an earlier session and that is still kept."""
 
     group: Annotated[tuple[Submission, ...], Meta(min_length=1, max_length=GROUP_MAX)]
     choices: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=GROUP_MAX)]
-    """Which choices of their body these are; one for each of the group."""
+    """The index of each choice of the group in its request."""
     body_choices: Choices
     origin: Annotated[bytes, Meta(max_length=ORIGIN_BYTES_MAX)]
     lines: Annotated[tuple[HeldChoiceMessage, ...], Meta(max_length=GROUP_MAX)]
@@ -109,7 +110,7 @@ class HeldGroup(WireMessage, tag="held", frozen=True):
 
 
 class AllHeldSaid(WireMessage, tag="settled", frozen=True):
-    """Everything that is held was said."""
+    """All held groups have been sent."""
 
 
 class HeartbeatMessage(WireMessage, tag="beat", frozen=True):
@@ -120,17 +121,17 @@ class HeartbeatMessage(WireMessage, tag="beat", frozen=True):
     named: Keys
     forgotten: Keys
     notes: Annotated[tuple[tuple[Long, Name, Long], ...], Meta(max_length=NOTES_A_BEAT_MAX)]
-    """(serial, phase, how long ago in microseconds)"""
+    """(serial, phase, microseconds ago)"""
 
 
 class Leaving(WireMessage, tag="leaving", frozen=True):
-    """It was told to stop: nothing new, please; what is open goes on for a while."""
+    """The instance takes no new requests; open ones continue for a while."""
 
 
 FromInstance = Join | HeldGroup | AllHeldSaid | HeartbeatMessage | Leaving | Accepted | RefusedMessage | StepOutput
 
 
-# ── router to instance ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── from router to instance ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Welcome(WireMessage, tag="welcome", frozen=True):
@@ -145,24 +146,24 @@ class TurnedAway(WireMessage, tag="turned_away", frozen=True):
 
 
 class PlaceAttempt(WireMessage, tag="place", frozen=True):
-    """A leg: submit these choices."""
+    """One attempt: submit these choices."""
 
     ticket: Long
     group: Annotated[tuple[Submission, ...], Meta(min_length=1, max_length=GROUP_MAX)]
     choices: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=GROUP_MAX)]
-    """Which choices of their body these are; one for each of the group."""
+    """The index of each choice of the group in its request."""
     body_choices: Choices
     origin: Annotated[bytes, Meta(max_length=ORIGIN_BYTES_MAX)]
 
 
 class ForgetSerials(WireMessage, tag="forget", frozen=True):
-    """The body is over: what is kept of these serials may go."""
+    """The requests are over: the instance may forget these serials."""
 
     serials: tuple[Long, ...]
 
 
 class PrefillPeersChanged(WireMessage, tag="neighbours", frozen=True):
-    """Who prefills for this instance from now on."""
+    """The prefill peers of this instance from now on."""
 
     addresses: Annotated[tuple[Address, ...], Meta(max_length=ADDRESSES_MAX)]
 
@@ -189,7 +190,7 @@ def decode_from_instance(frame: bytes) -> FromInstance:
         raise
     match message:
         case StepOutput():
-            pass  # looked at row by row, by whoever knows the requests
+            pass  # checked row by row by RouterSessions
         case HeartbeatMessage():
             for keys in (message.named, message.forgotten):
                 if len(keys) % KEY_BYTES:
@@ -219,13 +220,13 @@ def decode_from_router(frame: bytes) -> FromRouter:
 
 
 def _check_version(frame: bytes) -> None:
-    """Another version may have other fields, so it is looked for in whatever calls itself a Join."""
+    """Other versions may have other fields, so the version is read from any frame tagged as a Join."""
     try:
-        spoken = decoded(_versioned, frame, "a join").version
+        version = decoded(_versioned, frame, "a join").version
     except WireError:
-        return  # it is something else
-    if spoken != MEMBERSHIP_VERSION:
-        raise WireError(f"it speaks version {spoken} of the membership, this router {MEMBERSHIP_VERSION}")
+        return  # another message
+    if version != MEMBERSHIP_VERSION:
+        raise WireError(f"it speaks version {version} of the membership, this router {MEMBERSHIP_VERSION}")
 
 
 def _check_choices(group: tuple[Submission, ...], choices: tuple[int, ...], of: int) -> None:
@@ -236,18 +237,19 @@ def _check_choices(group: tuple[Submission, ...], choices: tuple[int, ...], of: 
 
 
 def check_group(group: tuple[Submission, ...], vocabulary: int) -> None:
-    """A WireError where the group asks for more or other than an engine can be asked for."""
+    """Raise WireError where the group exceeds the limits of an engine."""
     for submission in group:
         check_tokens(submission.prompt, vocabulary)
         check_tokens(submission.generated, vocabulary)
         sampling = submission.sampling
         check_tokens(frozen_tokens([*sampling.stop_token_ids, *(token for token, _ in sampling.logit_bias)]), vocabulary)
         had, most = len(submission.generated), submission.max_tokens
-        _demand(not had or most is None or had < most, f"{had} outputs of at most {most}, and more to come")
+        if had and most is not None and had >= most:
+            raise WireError(f"not a request for an engine: {had} outputs of at most {most}, and more to come")
 
 
 def held_bytes(held: HeldGroup) -> int:
-    """What a held group weighs, for both sides: no less than its bytes on the wire and what a router makes of them."""
+    """Size of a held group as both sides count it: at least its bytes on the wire and in the router's memory."""
     asked, lines = sum(map(_asked_bytes, held.group)), sum(map(_line_bytes, held.lines))
     return 64 + len(held.origin) + CHOICE_BYTES * held.body_choices + asked + lines
 
@@ -259,7 +261,7 @@ def _asked_bytes(item: Submission) -> int:
 
 
 def prompt_bytes(item: Submission) -> int:
-    """Of its prompt and outputs, as they travel."""
+    """Encoded bytes of its prompt and outputs."""
     return item.generated.nbytes + (item.prompt.nbytes if item.leader is None else 0)
 
 
@@ -278,6 +280,6 @@ def check_tokens(tokens: Tokens, vocabulary: int) -> None:
         raise UnknownToken(f"a token that is none of a vocabulary of {vocabulary}")
 
 
-def _demand(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise WireError(f"not a request for an engine: {otherwise}")
+def keys_of(data: bytes) -> tuple[bytes, ...]:
+    """Split concatenated block keys."""
+    return tuple(data[at : at + KEY_BYTES] for at in range(0, len(data), KEY_BYTES))

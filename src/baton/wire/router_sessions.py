@@ -1,20 +1,20 @@
-"""The router's end of its sessions with instances: attempts of `core.routing` on one side, tickets and serials on the other.
+"""The router's sessions with instances: translates attempts of `core.routing` to tickets and serials, and back.
 
-    session = sessions.connected(now)                      an instance has dialled and proved the key
-    acts    = sessions.heard(session, message, now)        what it said: messages to send, news for clients
-    acts    = sessions.submit(tenant, group, origin, now)  … and leave, cut, claim, drain, tick
+    session = sessions.connected(now)                      an instance has connected and proved the key
+    acts    = sessions.receive(session, message, now)        a message of it: messages to send, news for clients
+    acts    = sessions.submit(tenant, group, origin, now)  … and leave, stop_choice, claim, drain, tick
 
 The router decides; this translates. Each session has one `RequestTable` and the attempts that were sent there:
 
-    NEW ── Join ──▶ JOINING ── HeldGroup … Settled ──▶ ADMITTED    or turned away, and closed
+    NEW ── Join ──▶ JOINING ── HeldGroup … AllHeldSaid ──▶ ADMITTED    or rejected, and closed
 
-    attempt: unanswered ── accepted ──▶ its choices run, each with a serial ── all have ended, and the router wants nothing
-               │                                                               more of it ──▶ Forget is said
-               └── all called back: abandoned; what the instance accepts is cancelled unheard
+    attempt: unanswered ── accepted ──▶ its choices run, each with a serial ── all have ended, and the router has released
+               │                                                               the attempt ──▶ ForgetSerials is sent
+               └── all cancelled: abandoned; requests that the instance still accepts are cancelled and not reported
 
-Promises: the router hears of an attempt at most one answer, of a choice each row once, in order, up to its end, and nothing
-of what it has called back. Nothing is heard of a session that was closed or lost. An instance that breaks the rules gives a
-WireError before the router has heard anything of that message; the driver closes the session and says `lost`.
+Promises: the router gets at most one answer to an attempt, of a choice each row once, in order, up to its end, and nothing
+of what it has cancelled. Nothing is reported of a session that was closed or lost. An instance that breaks the protocol
+causes a WireError before any part of that message reaches the router; the driver closes the session and calls `lost`.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ from baton.wire import router_messages as membership
 from baton.wire.engine_messages import RefusedMessage, StepOutput, ToEngine, WireError
 from baton.wire.membership_decoding import (
     check_lines,
+    heartbeat_of,
     held_of,
-    sign_of,
     tokens_left,
 )
 from baton.wire.request_table import RequestTable, StepColumns
@@ -97,7 +97,7 @@ from baton.wire.router_messages import (
 
 JOIN_US = 10_000_000
 RECENT_MAX = 4096
-"""Requests of a session whose notes can still be placed after they have ended."""
+"""Requests of a session whose phase notes are still matched after they have ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ Act = (
     | FleetChanged
 )
 NEWS = (DeliverTokens, TimelineNoted, RequestOpened, RequestDeclined, FleetChanged, UnclaimedFound, UnclaimedDropped)
-"""Effects that are acts as they are; the commonest first."""
+"""Effects that are passed on as acts; the most common first."""
 
 
 class RouterSessionState(Enum):
@@ -135,7 +135,7 @@ class RouterSessionState(Enum):
 
 
 class RouterSessionMove(Enum):
-    """What can happen to a session."""
+    """The events of a session."""
 
     JOIN = "join"
     ADMIT = "admitted"
@@ -153,7 +153,7 @@ SESSION_TRANSITIONS: dict[tuple[RouterSessionState, RouterSessionMove], RouterSe
 
 @dataclass(slots=True, eq=False)
 class _SentChoice:
-    """A choice at an instance."""
+    """One choice of an attempt at an instance."""
 
     id: ChoiceAttempt
     sent: _SentAttempt
@@ -161,26 +161,26 @@ class _SentChoice:
     """Tokens that it may still yield."""
     logprobs: bool
     serial: int | None = None
-    heard: bool = True
-    """Until the router calls it back."""
+    is_reported: bool = True
+    """Whether its output is passed to the router: until the router cancels it."""
     cancelled: bool = False
-    """So the instance keeps nothing of it."""
+    """Whether a cancel was sent: the instance keeps nothing of it then."""
     over: bool = False
     keep: int | None = None
-    """It was cut before the instance had answered."""
+    """The StopAt to send once the instance has answered: tokens to keep."""
 
 
 @dataclass(slots=True, eq=False)
 class _SentAttempt:
-    """An attempt, from its sending until the instance need not keep anything of it."""
+    """An attempt, from sending until the instance may forget it."""
 
     id: AttemptId
     ticket: int | None
-    """Until it is answered."""
+    """None once it is answered."""
     choices: dict[int, _SentChoice] = field(default_factory=dict)
-    """By choice, in the order in which they were sent."""
+    """By index, in the order sent."""
     forget: bool = False
-    """The router wants nothing more of it."""
+    """Whether the router has released the attempt."""
 
 
 @dataclass(slots=True, eq=False)
@@ -189,25 +189,25 @@ class _InstanceSession:
 
     number: Session
     due_us: int
-    """By when it must have joined."""
-    standing: RouterSessionState = RouterSessionState.NEW
+    """The deadline for joining."""
+    state: RouterSessionState = RouterSessionState.NEW
     table: RequestTable = field(default_factory=RequestTable)
     join: Join | None = None
     held: dict[int, HeldChoice] = field(default_factory=dict)
-    """By serial, until it is admitted."""
+    """By serial, until the instance is admitted."""
     groups: int = 0
     bytes: int = 0
     attempts: dict[AttemptId, _SentAttempt] = field(default_factory=dict)
     tickets: dict[int, _SentAttempt] = field(default_factory=dict)
-    """Those that the instance has not answered and that are not abandoned."""
+    """Attempts that the instance has not answered and that are not abandoned."""
     running: dict[int, _SentChoice] = field(default_factory=dict)
-    """By serial: what the instance has not ended, and of which the request table tells."""
+    """By serial: choices that have not ended and that the request table reports."""
     recent: dict[int, ChoiceAttempt] = field(default_factory=dict)
-    """By serial."""
+    """By serial, for matching phase notes."""
 
     def joined(self) -> Join:
         if self.join is None:
-            raise InvariantViolated(f"session {self.number} is {self.standing.value} and no instance has joined in it")
+            raise InvariantViolated(f"session {self.number} is {self.state.value} and no instance has joined in it")
         return self.join
 
 
@@ -218,14 +218,14 @@ class RouterSessions:
         self._sessions: dict[Session, _InstanceSession] = {}
         self._sessions_made = 0
         self._requests_made = 0
-        self._standings = StateMachine(SESSION_TRANSITIONS, "a session")
+        self._states = StateMachine(SESSION_TRANSITIONS, "a session")
 
-    def turns(self) -> dict[tuple[RouterSessionState, RouterSessionMove], int]:
-        """How often each transition of a session was taken."""
-        return self._standings.moves()
+    def session_moves(self) -> dict[tuple[RouterSessionState, RouterSessionMove], int]:
+        """Count of each transition of sessions."""
+        return self._states.moves()
 
-    def _turn(self, session: _InstanceSession, turn: RouterSessionMove) -> None:
-        session.standing = self._standings.after(session.standing, turn)
+    def _move(self, session: _InstanceSession, move: RouterSessionMove) -> None:
+        session.state = self._states.after(session.state, move)
 
     # ── sessions ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -239,46 +239,46 @@ class RouterSessions:
         session = self._sessions.pop(number, None)
         if session is None:
             return []
-        known = session.standing is RouterSessionState.ADMITTED
-        self._turn(session, RouterSessionMove.CLOSE)
-        return self._told(InstanceLost(number, reason), now_us) if known else []
+        known = session.state is RouterSessionState.ADMITTED
+        self._move(session, RouterSessionMove.CLOSE)
+        return self._handle(InstanceLost(number, reason), now_us) if known else []
 
-    def heard(self, number: Session, message: FromInstance, now_us: int) -> list[Act]:
-        """A WireError means that the instance broke the rules: close the session and say that it is lost."""
+    def receive(self, number: Session, message: FromInstance, now_us: int) -> list[Act]:
+        """Raises WireError where the instance broke the protocol: close the session and call `lost`."""
         session = self._sessions.get(number)
         if session is None:
             return []
-        if session.standing is not RouterSessionState.ADMITTED:
-            return self._joins(session, message, now_us)
+        if session.state is not RouterSessionState.ADMITTED:
+            return self._receive_joining(session, message, now_us)
         match message:
             case StepOutput():
-                return self._stepped(session, message, now_us)
+                return self._on_step(session, message, now_us)
             case HeartbeatMessage():
-                return self._told(HeartbeatCame(number, sign_of(message, session.recent)), now_us)
+                return self._handle(HeartbeatCame(number, heartbeat_of(message, session.recent)), now_us)
             case Accepted():
                 return self._accepted(session, message, now_us)
             case RefusedMessage():
                 return self._refused(session, message, now_us)
             case Leaving():
-                return self._told(InstanceDrains(Instance(session.joined().name)), now_us)
+                return self._handle(InstanceDrains(Instance(session.joined().name)), now_us)
             case _:
                 raise WireError(f"{type(message).__name__} from an instance that has joined")
 
-    def _joins(self, session: _InstanceSession, message: FromInstance, now_us: int) -> list[Act]:
-        match session.standing, message:
+    def _receive_joining(self, session: _InstanceSession, message: FromInstance, now_us: int) -> list[Act]:
+        match session.state, message:
             case RouterSessionState.NEW, Join():
-                self._turn(session, RouterSessionMove.JOIN)
+                self._move(session, RouterSessionMove.JOIN)
                 session.join = message
                 return []
             case RouterSessionState.JOINING, HeldGroup():
-                self._holds(session, message)
+                self._add_held(session, message)
                 return []
             case RouterSessionState.JOINING, AllHeldSaid():
-                return self._settled(session, now_us)
+                return self._finish_join(session, now_us)
             case _:
-                raise WireError(f"{type(message).__name__} from an instance that is {session.standing.value}")
+                raise WireError(f"{type(message).__name__} from an instance that is {session.state.value}")
 
-    def _holds(self, session: _InstanceSession, message: HeldGroup) -> None:
+    def _add_held(self, session: _InstanceSession, message: HeldGroup) -> None:
         session.groups += 1
         session.bytes += held_bytes(message)
         if session.groups > HELD_GROUPS_MAX or session.bytes > HELD_BYTES_MAX:
@@ -288,62 +288,60 @@ class RouterSessions:
                 raise WireError(f"serial {choice.serial} is held twice")
             session.held[choice.serial] = choice
 
-    def _settled(self, session: _InstanceSession, now_us: int) -> list[Act]:
+    def _finish_join(self, session: _InstanceSession, now_us: int) -> list[Act]:
         join = session.joined()
-        acts = self._told(InstanceJoined(session.number, join, join.draining, tuple(session.held.values())), now_us)
-        if session.standing is RouterSessionState.JOINING:
+        acts = self._handle(InstanceJoined(session.number, join, join.draining, tuple(session.held.values())), now_us)
+        if session.state is RouterSessionState.JOINING:
             raise InvariantViolated(f"the router neither admitted session {session.number} nor turned it away")
         return acts
 
-    # ── clients ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── requests of clients ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def submit(
         self, tenant: str, group: Sequence[Submission], origin: bytes, now_us: int
     ) -> tuple[RequestNumber, list[Act]]:
         self._requests_made += 1
         number = RequestNumber(self._requests_made)
-        # What no instance could take must not be offered to one after the other: each would end its session over it.
+        # A group that exceeds the limits would end the session of every instance it is offered to.
         refusal = _too_large(group, origin)
         if refusal is not None:
             return number, [RequestDeclined(number, refusal)]
-        return number, self._told(RequestArrived(number, tenant, tuple(group), origin), now_us)
+        return number, self._handle(RequestArrived(number, tenant, tuple(group), origin), now_us)
 
     def leave(self, number: RequestNumber, now_us: int) -> list[Act]:
-        return self._told(ClientLeft(number), now_us)
+        return self._handle(ClientLeft(number), now_us)
 
-    def cut(self, number: RequestNumber, choice: int, keep: int, now_us: int) -> list[Act]:
-        return self._told(StopStringFound(number, choice, keep), now_us)
+    def stop_choice(self, number: RequestNumber, choice: int, keep: int, now_us: int) -> list[Act]:
+        return self._handle(StopStringFound(number, choice, keep), now_us)
 
     def claim(self, number: RequestNumber, now_us: int, group: Sequence[Submission] = ()) -> list[Act]:
-        """`group`: all choices as they were asked for, where that is known: those that no instance holds begin anew."""
-        return self._told(RequestClaimed(number, tuple(group)), now_us)
+        """`group`: all choices as asked for, where known; choices that no instance holds start anew."""
+        return self._handle(RequestClaimed(number, tuple(group)), now_us)
 
     def drain(self, name: str, now_us: int) -> list[Act]:
-        return self._told(InstanceDrains(Instance(name)), now_us)
+        return self._handle(InstanceDrains(Instance(name)), now_us)
 
     def tick(self, now_us: int) -> list[Act]:
-        return [*self._told(DeadlineCame(), now_us), *self._close_strangers(now_us)]
+        return [*self._handle(DeadlineCame(), now_us), *self._close_late_joins(now_us)]
 
     def next_deadline(self) -> int | None:
-        times = [
-            session.due_us for session in self._sessions.values() if session.standing is not RouterSessionState.ADMITTED
-        ]
+        times = [session.due_us for session in self._sessions.values() if session.state is not RouterSessionState.ADMITTED]
         return min((time for time in (*times, self.router.next_deadline()) if time is not None), default=None)
 
-    def _close_strangers(self, now_us: int) -> list[Act]:
-        """Close the sessions in which no instance has joined in time."""
-        strangers = [session for session in self._sessions.values() if session.standing is not RouterSessionState.ADMITTED]
-        late = [session for session in strangers if session.due_us <= now_us]
+    def _close_late_joins(self, now_us: int) -> list[Act]:
+        """Close sessions in which no instance has joined in time."""
+        joining = [session for session in self._sessions.values() if session.state is not RouterSessionState.ADMITTED]
+        late = [session for session in joining if session.due_us <= now_us]
         return [self._close(session, f"it has not joined within {JOIN_US // 1_000_000} s") for session in late]
 
-    # ── what an instance says of attempts ────────────────────────────────────────────────────────────────────────────────
+    # ── messages of an instance about attempts ───────────────────────────────────────────────────────────────────────────
 
     def _accepted(self, session: _InstanceSession, message: Accepted, now_us: int) -> list[Act]:
         sent = session.tickets.get(message.ticket)
         if sent is not None and len(sent.choices) != len(message.serials):
             raise WireError(f"{len(sent.choices)} choices were accepted as {len(message.serials)} requests")
         took = session.table.take(message)
-        acts = _says(session, took.orders)
+        acts = _messages(session, took.orders)
         for news in took.news:
             if isinstance(news, request_table.GroupAccepted) and sent is not None:
                 acts += self._open(session, sent, news.serials, now_us)
@@ -353,12 +351,12 @@ class RouterSessions:
         del session.tickets[_answered(sent)]
         acts: list[Act] = []
         for run, serial in zip(sent.choices.values(), serials, strict=True):
-            _begin(session, run, serial)
-            if not run.heard:
+            _start_choice(session, run, serial)
+            if not run.is_reported:
                 acts += _cancel(session, run)
             elif run.keep is not None:
-                acts += _says(session, [session.table.stop(serial, run.keep)])
-        return acts + self._told(AttemptAccepted(session.number, sent.id), now_us)
+                acts += _messages(session, [session.table.stop(serial, run.keep)])
+        return acts + self._handle(AttemptAccepted(session.number, sent.id), now_us)
 
     def _refused(self, session: _InstanceSession, message: RefusedMessage, now_us: int) -> list[Act]:
         acts: list[Act] = []
@@ -366,23 +364,23 @@ class RouterSessions:
             if isinstance(news, request_table.GroupDeclined):
                 sent = session.tickets.pop(news.ticket)
                 del session.attempts[sent.id]
-                acts += self._told(AttemptRefused(session.number, sent.id, news.refusal), now_us)
+                acts += self._handle(AttemptRefused(session.number, sent.id, news.refusal), now_us)
         return acts
 
-    def _stepped(self, session: _InstanceSession, output: StepOutput, now_us: int) -> list[Act]:
+    def _on_step(self, session: _InstanceSession, output: StepOutput, now_us: int) -> list[Act]:
         step = session.table.take(output).step
         if step is None:
             return []
-        news = _news(session, step)
+        news = _token_events(session, step)
         acts: list[Act] = []
         for serial in step.ended:
             run = session.running.pop(serial)
             run.over = True
-            acts += _let_go(session, run.sent)
+            acts += _release_if_over(session, run.sent)
         handle = self.router.handle
         for event in news:
-            if session.standing is RouterSessionState.OVER:
-                break  # by what came of the rows before
+            if session.state is RouterSessionState.OVER:
+                break  # closed by the effects of earlier rows
             for effect in handle(event, now_us):
                 if type(effect) is DeliverTokens:
                     acts.append(effect)
@@ -390,9 +388,9 @@ class RouterSessions:
                     self._do(effect, acts)
         return acts
 
-    # ── what the router wants ────────────────────────────────────────────────────────────────────────────────────────────
+    # ── effects of the router ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _told(self, event: RouterEvent, now_us: int) -> list[Act]:
+    def _handle(self, event: RouterEvent, now_us: int) -> list[Act]:
         acts: list[Act] = []
         for effect in self.router.handle(event, now_us):
             self._do(effect, acts)
@@ -404,14 +402,14 @@ class RouterSessions:
             return
         session = self._sessions.get(effect.session)
         if session is None:
-            return  # lost meanwhile; the router hears of it, or has
+            return  # lost meanwhile; the router gets or has got InstanceLost
         match effect:
             case SendAttempt():
                 acts.append(self._place(session, effect))
             case CancelChoices(_, attempt, choices):
-                acts += _call_back(session, attempt, choices)
+                acts += _cancel_choices(session, attempt, choices)
             case StopChoice(_, which, keep):
-                acts += _cut_short(session, which, keep)
+                acts += _stop_choice(session, which, keep)
             case ForgetChoices(_, attempt):
                 acts += _forget(session, attempt)
             case TellPrefillPeers(number, addresses):
@@ -427,7 +425,7 @@ class RouterSessions:
 
     def _close(self, session: _InstanceSession, reason: str) -> CloseConnection:
         del self._sessions[session.number]
-        self._turn(session, RouterSessionMove.CLOSE)
+        self._move(session, RouterSessionMove.CLOSE)
         return CloseConnection(session.number, reason)
 
     def _place(self, session: _InstanceSession, send: SendAttempt) -> SayToInstance:
@@ -444,7 +442,7 @@ class RouterSessions:
 
     def _admit(self, session: _InstanceSession, admit: AdmitInstance) -> list[Act]:
         config, context = self.router.config, session.joined().context_tokens
-        self._turn(session, RouterSessionMove.ADMIT)
+        self._move(session, RouterSessionMove.ADMIT)
         acts: list[Act] = [SayToInstance(session.number, Welcome(self._name, config.beat_us, config.orphan_grace_us))]
         for serial, which in admit.keep:
             choice = session.held.pop(serial)
@@ -455,10 +453,10 @@ class RouterSessions:
             )
             if choice.end is None:
                 session.table.adopt(serial)
-                _begin(session, run, serial)
+                _start_choice(session, run, serial)
             else:
                 run.serial, run.over = serial, True
-        acts += _says(
+        acts += _messages(
             session, [session.table.adopt(serial, False) for serial, choice in session.held.items() if choice.end is None]
         )
         ended = tuple(serial for serial, choice in session.held.items() if choice.end is not None)
@@ -469,8 +467,8 @@ class RouterSessions:
 # ── one session ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _says(session: _InstanceSession, orders: Sequence[ToEngine | None]) -> list[Act]:
-    """Orders of the request table, which an instance takes as its engine would; None is one that is not needed any more."""
+def _messages(session: _InstanceSession, orders: Sequence[ToEngine | None]) -> list[Act]:
+    """Messages for orders of the request table; None entries are skipped."""
     return [SayToInstance(session.number, order) for order in orders if isinstance(order, Cancel | StopAt)]
 
 
@@ -481,7 +479,7 @@ def _answered(sent: _SentAttempt) -> int:
     return ticket
 
 
-def _begin(session: _InstanceSession, run: _SentChoice, serial: int) -> None:
+def _start_choice(session: _InstanceSession, run: _SentChoice, serial: int) -> None:
     run.serial = serial
     session.running[serial] = run
     session.recent[serial] = run.id
@@ -489,8 +487,8 @@ def _begin(session: _InstanceSession, run: _SentChoice, serial: int) -> None:
         del session.recent[next(iter(session.recent))]
 
 
-def _news(session: _InstanceSession, step: StepColumns) -> list[TokensCame]:
-    """What a step brought to those of whom the router hears; a WireError where it cannot be."""
+def _token_events(session: _InstanceSession, step: StepColumns) -> list[TokensCame]:
+    """The step's output for choices that are passed to the router. Raises WireError where it is impossible."""
     number, vocabulary, runs = session.number, session.joined().vocabulary, session.running
     serials, tokens = step.serials, step.tokens
     if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
@@ -506,30 +504,30 @@ def _news(session: _InstanceSession, step: StepColumns) -> list[TokensCame]:
         if begin > end or run.left < 0:
             raise WireError(f"{end - begin} tokens of serial {serial}, which may have {run.left + end - begin}")
         lines = extras.get(row) if run.logprobs else None
-        if lines is not None:  # an executor may have none
+        if lines is not None:  # an executor may compute none
             check_lines(lines, end - begin, vocabulary)
-        if run.heard:
+        if run.is_reported:
             hit = cached.get(serial)
             news.append(TokensCame(number, run.id, tokens[begin:end], lines, hit, ends.pop(serial, None)))
         else:
             ends.pop(serial, None)
     for serial, over in ends.items():
         run = runs[serial]
-        if run.heard:
+        if run.is_reported:
             news.append(TokensCame(number, run.id, [], None, None, over))
     return news
 
 
-def _call_back(session: _InstanceSession, attempt: AttemptId, choices: tuple[int, ...]) -> list[Act]:
+def _cancel_choices(session: _InstanceSession, attempt: AttemptId, choices: tuple[int, ...]) -> list[Act]:
     sent = session.attempts.get(attempt)
     if sent is None:
         return []
     for choice in choices:
-        sent.choices[choice].heard = False
+        sent.choices[choice].is_reported = False
     if sent.ticket is None:
         acts = [act for choice in choices for act in _cancel(session, sent.choices[choice])]
-        return acts + _let_go(session, sent)
-    if not any(run.heard for run in sent.choices.values()):
+        return acts + _release_if_over(session, sent)
+    if not any(run.is_reported for run in sent.choices.values()):
         session.table.abandon(sent.ticket)
         del session.tickets[sent.ticket], session.attempts[attempt]
     return []
@@ -538,10 +536,10 @@ def _call_back(session: _InstanceSession, attempt: AttemptId, choices: tuple[int
 def _cancel(session: _InstanceSession, run: _SentChoice) -> list[Act]:
     order = None if run.serial is None else session.table.cancel(run.serial)
     run.cancelled = run.cancelled or order is not None
-    return _says(session, [order])
+    return _messages(session, [order])
 
 
-def _cut_short(session: _InstanceSession, which: ChoiceAttempt, keep: int) -> list[Act]:
+def _stop_choice(session: _InstanceSession, which: ChoiceAttempt, keep: int) -> list[Act]:
     sent = session.attempts.get(which.group)
     if sent is None:
         return []
@@ -549,7 +547,7 @@ def _cut_short(session: _InstanceSession, which: ChoiceAttempt, keep: int) -> li
     if run.serial is None:
         run.keep = keep
         return []
-    return _says(session, [session.table.stop(run.serial, keep)])
+    return _messages(session, [session.table.stop(run.serial, keep)])
 
 
 def _forget(session: _InstanceSession, attempt: AttemptId) -> list[Act]:
@@ -557,13 +555,13 @@ def _forget(session: _InstanceSession, attempt: AttemptId) -> list[Act]:
     if sent is None:
         return []
     sent.forget = True
-    return _let_go(session, sent)
+    return _release_if_over(session, sent)
 
 
-def _let_go(session: _InstanceSession, sent: _SentAttempt) -> list[Act]:
-    """Once all of an attempt is over and the router wants nothing more of it, the instance need not keep it."""
+def _release_if_over(session: _InstanceSession, sent: _SentAttempt) -> list[Act]:
+    """Send ForgetSerials once all choices of the attempt are over and the router has released it."""
     runs = sent.choices.values()
-    if not all(run.over for run in runs) or not (sent.forget or not any(run.heard for run in runs)):
+    if not all(run.over for run in runs) or not (sent.forget or not any(run.is_reported for run in runs)):
         return []
     del session.attempts[sent.id]
     serials = tuple(run.serial for run in runs if run.serial is not None and not run.cancelled)

@@ -1,11 +1,11 @@
 """One authenticated stream connection between two holders of the cluster key: bytes in, verified frames out.
 
-Owns the handshake, the direction keys, the numbering of frames and the buffer of what is not yet a whole frame. Pure: it has
-no socket, clock or random source. Whoever drives it hands it what `recv` brought, sends what `outgoing` and `seal` give, and
-draws a fresh nonce of `NONCE_BYTES` from the operating system for each connection.
+Owns the handshake, the direction keys, the frame numbers and the buffer of incomplete frames. Pure: no socket, clock or
+random source. The driver passes received bytes to `take`, sends the bytes of `outgoing` and `seal`, and draws a fresh nonce
+of `NONCE_BYTES` from the operating system for each connection.
 
     connector                                                 acceptor
-      hello: version, role, name, nonce     ────────────▶       says nothing before it has seen a sound hello
+      hello: version, role, name, nonce     ────────────▶       sends nothing before it has a valid hello
                                             ◀────────────       hello
       proof                                 ────────────▶       open
       open                                  ◀────────────       proof, then frames
@@ -13,10 +13,10 @@ draws a fresh nonce of `NONCE_BYTES` from the operating system for each connecti
     proof         HMAC-SHA256(cluster key, "… proof of the connector" or "… of the acceptor", both hellos)
     direction key HMAC-SHA256(cluster key, "… frames of the connector" or "… of the acceptor", both hellos)
 
-The connector proves itself first: it chose whom to call, while anybody can call an acceptor, who thus never answers a caller
-without the key with anything that depends on the key. Roles are part of what is proved, so a proof or a frame sent back to
-its maker is wrong. Both nonces are, so nothing of a recorded connection fits another. Whoever holds the key can take any
-name.
+The connector proves itself first: it chose whom to connect to, while anybody can connect to an acceptor. The acceptor
+therefore sends nothing that depends on the key to a connector without the key. Roles are part of the proof, so a proof or
+frame reflected to its sender is invalid. Both nonces are, so a recorded connection cannot be replayed. Every holder of the
+key can take any name.
 
 A frame, little-endian; both tags are keyed BLAKE2b with the key of their direction:
 
@@ -24,12 +24,11 @@ A frame, little-endian; both tags are keyed BLAKE2b with the key of their direct
     │ number  │ length │ tag of these  │ payload …         │ tag of head and payload, 16 bytes
                          two, 16 bytes
 
-`number` counts the frames of a direction from 0, so a frame that is repeated, left out or moved is refused. The length has a
-tag of its own so that it is believed only when it is true: a flipped bit in it is found at once instead of being waited for,
-and nobody without the key makes us buffer a frame. A stream that is cut off at its end says nothing here: no frame comes,
-and the driver sees the end.
+`number` counts the frames of a direction from 0, so a repeated, omitted or reordered frame is rejected. The length has its
+own tag, so that a flipped bit in it is detected at once, and a sender without the key cannot make us buffer a frame. A
+stream that is cut off is not detected here: no frame comes, and the driver sees the end of the stream.
 
-Nothing is secret on the wire: frames are authentic, not hidden.
+Frames are authenticated, not encrypted.
 """
 
 from __future__ import annotations
@@ -54,34 +53,34 @@ TAG_BYTES = 16
 
 _MAGIC = b"BTN\n"
 _HELLO = struct.Struct(f"<4sBBB{NONCE_BYTES}s")
-"""Magic, version, role, bytes of the name, nonce; the name follows."""
+"""Magic, version, role, length of the name, nonce; the name follows."""
 _HEAD = struct.Struct("<QI")
 _HEAD_BYTES = _HEAD.size + TAG_BYTES
 HANDSHAKE_BYTES_MAX = _HELLO.size + NAME_BYTES_MAX + PROOF_BYTES
-"""The most that one side says before it is believed."""
+"""Most bytes that one side sends before it has proved itself."""
 OVERHEAD_BYTES = _HEAD_BYTES + TAG_BYTES
-"""What sealing adds to a frame."""
+"""Bytes that sealing adds to a frame."""
 
 
 class SealFault(StrEnum):
-    """Why a connection is not to be believed any more; each is counted by the driver."""
+    """Why a connection was given up; the driver counts each."""
 
     MALFORMED = "malformed"
-    """Not a hello of ours: a stranger's protocol, or our own hello sent back."""
+    """Not a valid hello: another protocol, or our own hello reflected."""
     VERSION = "version"
     SAME_NAME = "same_name"
-    """The other side has our own name: misconfigured, or we were connected with ourselves."""
+    """The other side has our own name: misconfigured, or connected to ourselves."""
     WRONG_KEY = "wrong_key"
-    """Its proof does not follow from our key and our nonce."""
+    """The proof does not match our key and nonce."""
     FORGED = "forged"
-    """A tag does not match: spoilt or made by somebody else, or sent back to its maker."""
+    """A tag does not match: corrupted, made without the key, or reflected."""
     OUT_OF_SEQUENCE = "out_of_sequence"
-    """A true frame in the wrong place: repeated, or others before it are missing."""
+    """A valid frame with the wrong number: repeated, or earlier ones are missing."""
     OVERSIZED = "oversized"
 
 
 class SealBroken(BatonError):
-    """The connection must be closed. Nothing that came after the last frame given out may be used."""
+    """The connection must be closed. Frames returned before remain valid."""
 
     def __init__(self, fault: SealFault, detail: str) -> None:
         super().__init__(f"{fault}: {detail}")
@@ -89,7 +88,7 @@ class SealBroken(BatonError):
 
 
 class SealClosed(BatonError):
-    """A frame was given to a connection that is not open."""
+    """The connection is not open."""
 
 
 class SealSide(Enum):
@@ -116,7 +115,7 @@ class _Peer(NamedTuple):
 
 
 class Seal:
-    """One connection, as one side sees it; made with `connect` or `accept`."""
+    """One side of a connection; made with `connect` or `accept`."""
 
     def __init__(self, side: SealSide, key: bytes, name: str, nonce: bytes, frame_bytes_max: int) -> None:
         if len(key) < KEY_BYTES_MIN:
@@ -136,7 +135,7 @@ class Seal:
         self._peer: _Peer | None = None
         self._seal_key = self._open_key = b""
         self._sealed = self._opened = 0
-        """Frames sent and taken."""
+        """Frames sent and received."""
         self._buffer = bytearray()
         self._outgoing = self._hello if side is SealSide.CONNECTOR else b""
 
@@ -154,23 +153,23 @@ class Seal:
 
     @property
     def is_open(self) -> bool:
-        """Both sides are proved; frames may be sealed."""
+        """Whether both sides are proved, so that frames may be sealed."""
         return self._state is SealState.OPEN
 
     @property
     def peer_name(self) -> str:
-        """What the other side, proved to hold the key, calls itself."""
+        """The other side's name; known once it has proved that it holds the key."""
         if self._peer is None or not self.is_open:
             raise SealClosed("the other side has not proved itself")
         return self._peer.name
 
     def outgoing(self) -> bytes:
-        """Bytes of the handshake to be sent now, before anything sealed. To be asked at the start and after each `take`."""
+        """Handshake bytes to send now, before anything sealed. Call at the start and after each `take`."""
         outgoing, self._outgoing = self._outgoing, b""
         return outgoing
 
     def seal(self, frame: bytes) -> bytes:
-        """The bytes to send for a frame. They must be sent, all of them and in the order of sealing."""
+        """The bytes to send for a frame. All must be sent, in the order of sealing."""
         if not self.is_open:
             raise SealClosed(f"no frame can be sealed while the connection is {self._state.value}")
         if len(frame) > self._frame_bytes_max:
@@ -180,7 +179,7 @@ class Seal:
         return b"".join((head, _head_tag(self._seal_key, head), frame, _body_tag(self._seal_key, head, frame)))
 
     def take(self, data: bytes) -> list[bytes]:
-        """The frames that are complete with these bytes. SealBroken ends the connection, and every later call repeats it."""
+        """The frames completed by these bytes. After SealBroken every later call raises it again."""
         if self._fault is not None:
             raise SealBroken(self._fault, "the connection was given up for this before")
         self._buffer += data
@@ -197,7 +196,7 @@ class Seal:
         return frames
 
     def _advance(self, frames: list[bytes]) -> bool:
-        """Take the next part of the stream; False while it is not whole."""
+        """Consume the next part of the stream; False while it is incomplete."""
         match self._state:
             case SealState.GREETING:
                 return self._take_hello()
@@ -256,10 +255,10 @@ class Seal:
         return True
 
     def _derived(self, what: str, side: SealSide) -> bytes:
-        """What only a holder of the key can make, of this connection, for one purpose and one side."""
+        """A key or proof for one purpose and one side, bound to this connection."""
         theirs = b"" if self._peer is None else self._peer.hello
         first, second = (self._hello, theirs) if self._side is SealSide.CONNECTOR else (theirs, self._hello)
-        # A hello says its own length, so no two pairs of them are the same bytes.
+        # A hello contains its own length, so two different pairs never concatenate to the same bytes.
         label = f"baton seal {SEAL_VERSION} {what} of the {side.name.lower()}\n".encode()
         return hmac.digest(self._key, label + first + second, "sha256")
 

@@ -1,4 +1,4 @@
-"""Splits a step's output by request: some of its rows and ends, as a message of their own."""
+"""Splits a step's output by request into two messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def serials_of(output: StepOutput) -> list[int]:
 
 
 def part_of(output: StepOutput, serials: list[int], rows: list[bool], ended: list[EndedRequest]) -> StepOutput:
-    """Some of the rows of a step, and these ends."""
+    """The marked rows of a step, with these ends."""
     mask = np.array(rows, dtype=bool)
     counts = np.frombuffer(output.counts, dtype="<i4")
     tokens = np.frombuffer(output.tokens, dtype="<i4")[np.repeat(mask, counts)]
@@ -35,7 +35,7 @@ def part_of(output: StepOutput, serials: list[int], rows: list[bool], ended: lis
 
 
 def split(output: StepOutput, ours: Container[int]) -> tuple[StepOutput | None, StepOutput | None]:
-    """The part of some requests, and the rest: almost always all of it is the one or the other."""
+    """The part of `ours`, and the rest; usually one of them is the whole."""
     serials = serials_of(output)
     mine = [serial in ours for serial in serials]
     rows, ends = sum(mine), sum(end.serial in ours for end in output.ended)

@@ -1,7 +1,4 @@
-"""What an answer of the Worker says on the wire. Nothing is decided and nothing is sent.
-
-Every driver of a Worker asks here, be it the engine process or a simulator.
-"""
+"""The engine message for each answer of the Worker; used by the engine process and by the simulator."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from baton.wire.engine_messages import FromEngine, ended_output, refused, step_o
 
 
 def message_of(answer: Answer, worker: Worker) -> FromEngine:
-    """What the front end hears of an answer of this worker."""
+    """The message to the front end for an answer of this worker."""
     match answer:
         case Deliver(settled):
             return step_output(settled, worker.gauges(), worker.scheduler.drafts())
