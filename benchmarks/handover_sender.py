@@ -71,7 +71,7 @@ def scattered(blocks: int, seed: int) -> Int32s:
     return np.random.default_rng(seed).permutation(blocks).astype(np.int32)
 
 
-class Giver:
+class KvSender:
     def __init__(self, begin: Begin) -> None:
         self._memory = filled_pool(begin.layer_bytes, begin.layers, begin.blocks)
         self._blocks = scattered(begin.blocks, seed=1)
@@ -81,7 +81,7 @@ class Giver:
     def send(self, order: Send) -> Sent:
         """Layer after layer, as a step would compute them if it took no time."""
         sender, events = self._sender(order.kind, order.verified)
-        handover = Handover(PeerId("taker"), order.request, 1)
+        handover = Handover(PeerId("receiver"), order.request, 1)
         self._step += 1
         sender.open(handover, order.address, TOKEN, 0, self._blocks)
         began_s = time.monotonic()
@@ -118,22 +118,22 @@ class Giver:
 
 
 def main() -> None:
-    giver: Giver | None = None
+    sender: KvSender | None = None
     for line in sys.stdin.buffer:
         match msgspec.json.decode(line, type=Order):
             case Begin() as begin:
-                giver = Giver(begin)
+                sender = KvSender(begin)
                 answer = Sent(time.monotonic())
-            case Send() as order if giver is not None:
-                answer = giver.send(order)
-            case SendBare() as bare if giver is not None:
-                answer = giver.send_bare(bare)
+            case Send() as order if sender is not None:
+                answer = sender.send(order)
+            case SendBare() as bare if sender is not None:
+                answer = sender.send_bare(bare)
             case _:
                 answer = Sent(time.monotonic(), failure="nothing has begun")
         sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
         sys.stdout.buffer.flush()
-    if giver is not None:
-        giver.close()
+    if sender is not None:
+        sender.close()
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def run_jobs(
     for number in range(len(jobs)):
         todo.put(number)
     lines = [msgspec.json.encode(job) for job in jobs]
-    hands = [_Hand(kind) for _ in range(min(processes, len(jobs)))]
+    hands = [_JobProcess(kind) for _ in range(min(processes, len(jobs)))]
     try:
         for hand in hands:
             todo.put(None)
@@ -61,7 +61,7 @@ def run_jobs(
     return [found[number] for number in range(len(jobs))]
 
 
-class _Hand:
+class _JobProcess:
     """One process, and the thread that feeds it."""
 
     def __init__(self, kind: str) -> None:
@@ -117,7 +117,7 @@ class _Hand:
 # ── one process ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def work_of(kind: str) -> Callable[[bytes], msgspec.Struct]:
+def job_runner(kind: str) -> Callable[[bytes], msgspec.Struct]:
     # Imported here because both of them import this module.
     if kind == "split":
         from benchmarks.split import SplitJob, run_split
@@ -130,7 +130,7 @@ def work_of(kind: str) -> Callable[[bytes], msgspec.Struct]:
 
 def main() -> None:
     """A line of JSON in, a line of JSON out, until there are no more."""
-    work = work_of(sys.argv[1])
+    work = job_runner(sys.argv[1])
     for line in sys.stdin.buffer:
         sys.stdout.buffer.write(msgspec.json.encode(work(line)) + b"\n")
         sys.stdout.buffer.flush()

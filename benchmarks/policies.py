@@ -28,7 +28,7 @@ from baton.sim.cluster import PlannedRequest, RunFailed, RunSpec, simulate
 from baton.sim.run_records import InstanceSample, RequestOutcome, RequestRecord, RunRecord
 from baton.sim.step_times import load_step_times
 from benchmarks.options import JsonIfGiven
-from benchmarks.runner import Columns, Voice, Work, conduct, find_trace, table_of
+from benchmarks.runner import Columns, Experiment, Progress, find_trace, run_benchmark, table_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -102,9 +102,9 @@ class PolicyReport(msgspec.Struct, frozen=True):
 
 
 class Policies:
-    def __init__(self, options: PolicyOptions, voice: Voice, policies: Sequence[ReserveAndVictims] = POLICIES) -> None:
+    def __init__(self, options: PolicyOptions, progress: Progress, policies: Sequence[ReserveAndVictims] = POLICIES) -> None:
         self._options = options
-        self._voice = voice
+        self._progress = progress
         self._policies = policies
         self._load = read_load(options.trace, options.requests, options.max_tokens, CONTEXT_TOKENS)
         self._step_times = load_step_times(STEP_TIMES)
@@ -120,12 +120,12 @@ class Policies:
         for seed in self._options.seeds:
             calls = _calls(self._load, self._options.speed, seed)
             for policy in self._policies:
-                self._voice.doing(f"{policy.name}, seed {seed}")
+                self._progress.doing(f"{policy.name}, seed {seed}")
                 record = simulate(self._spec(policy, calls, seed))
                 runs.append(_describe(record))
                 if seed == self._options.seeds[0]:
                     pool.append(_pool_use(record))
-                self._voice.done()
+                self._progress.done()
         return self._report(runs, pool)
 
     def _spec(self, policy: ReserveAndVictims, calls: Sequence[PlannedRequest], seed: int) -> RunSpec:
@@ -288,15 +288,15 @@ def policies(
     minutes; fewer --requests or --seeds make it shorter.
     """
 
-    def prepare(voice: Voice) -> Work[PolicyReport]:
+    def prepare(progress: Progress) -> Experiment[PolicyReport]:
         if plot_file is not None:
             require_matplotlib()
         source = find_trace(trace, traces, TRACE_GLOB, "the Azure conversation trace of 2023")
         options = PolicyOptions(source, requests, tuple(range(seeds)), max_num_seqs, pool_share, max_tokens, speed)
-        work = Policies(options, voice)
-        return Work(work.measurements, work.run)
+        work = Policies(options, progress)
+        return Experiment(work.measurements, work.run)
 
-    report = conduct(prepare, show, json_file)
+    report = run_benchmark(prepare, show, json_file)
     if plot_file is not None:
         draw_pool(report, plot_file)
 
@@ -364,8 +364,8 @@ def _panel(axes: Axes, report: PolicyReport, use: PoolUse) -> None:
     axes.fill_between(use.at_s, use.share, step="post", color=BLUE, alpha=0.25, linewidth=0)
     axes.step(use.at_s, use.share, where="post", color=BLUE, linewidth=0.8)
     axes.axhline(run.pool_use, color=ORANGE, linewidth=1.2, linestyle="--")
-    told = f"{run.pool_use:.0%} while requests wait, {run.preemptions:,} preemptions, done after {run.finish_s:,.1f} s"
-    axes.set_title(f"{use.policy}:  {told}", fontsize=10, loc="left")
+    figures = f"{run.pool_use:.0%} while requests wait, {run.preemptions:,} preemptions, done after {run.finish_s:,.1f} s"
+    axes.set_title(f"{use.policy}:  {figures}", fontsize=10, loc="left")
     axes.set_ylim(0, 1.02)
     axes.set_yticks([0, 0.5, 1], ["0 %", "50 %", "100 %"])
     axes.set_xlim(left=0)

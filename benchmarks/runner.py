@@ -1,11 +1,11 @@
 """The runner that all experiments share: rounds in turns, spreads, the machine's other load, JSON, tables, progress.
 
-An experiment is a command with its options, a load and a table. It hands `conduct` a function that prepares the work; the
-rest is here: the progress bar, the exit code, the report on the screen and in a JSON file. Exit codes: 0 all went well, 1 a
-measurement failed, 2 the command was wrong.
+An experiment is a command with its options, a load and a table. It gives `run_benchmark` a function that prepares the work.
+This module owns the progress bar, the exit code, and the report on the screen and in a JSON file. Exit codes: 0 success,
+1 a measurement failed, 2 the command was wrong.
 
-Sides are measured in turns and the order changes with each round, so that a machine that drifts does not favour one. A ratio
-is taken within a round. What others did with the machine is looked at before a measurement and kept beside its number.
+Sides are measured in turns and the order reverses each round, so that a drifting machine favours none. A ratio is computed
+within a round. The load by other processes is sampled before a measurement and stored beside its value.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ FAILED = (BatonError, ChildFailed, MeasurementFailed)
 
 
 @dataclass(slots=True)
-class Voice:
+class Progress:
     """How an experiment talks while it works."""
 
     say: Callable[[str], None]
@@ -78,7 +78,7 @@ class Voice:
 
 
 @dataclass(frozen=True, slots=True)
-class Work(Generic[R]):
+class Experiment(Generic[R]):
     """A prepared experiment."""
 
     measurements: int | None
@@ -86,7 +86,9 @@ class Work(Generic[R]):
     run: Callable[[], R]
 
 
-def conduct(prepare: Callable[[Voice], Work[R]], show: Callable[[Console, R], None], json_file: Path | None) -> R:
+def run_benchmark(
+    prepare: Callable[[Progress], Experiment[R]], show: Callable[[Console, R], None], json_file: Path | None
+) -> R:
     """Prepare and run an experiment, show its report and write it to a file; raises typer.Exit where it failed."""
     console = wide_console()
     stop_servers_on_sigterm()
@@ -94,8 +96,8 @@ def conduct(prepare: Callable[[Voice], Work[R]], show: Callable[[Console, R], No
         with progress_bar(console) as bar:
             task = bar.add_task("starting", total=None)
             say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-            voice = Voice(say, lambda what: bar.update(task, description=what), lambda: bar.advance(task))
-            work = prepare(voice)
+            progress = Progress(say, lambda what: bar.update(task, description=what), lambda: bar.advance(task))
+            work = prepare(progress)
             bar.update(task, total=work.measurements)
             report = work.run()
     except (*WRONG_COMMAND, *FAILED) as error:
@@ -110,8 +112,8 @@ def conduct(prepare: Callable[[Voice], Work[R]], show: Callable[[Console, R], No
     return report
 
 
-def model_folder(model: str, voice: Voice) -> Path:
-    return resolve_model(model, voice.say)
+def model_folder(model: str, progress: Progress) -> Path:
+    return resolve_model(model, progress.say)
 
 
 def find_trace(trace: Path | None, folder: Path | None, glob: str, what: str) -> Path:
@@ -147,7 +149,7 @@ class MeasuredSide:
     """Measurements are appended here."""
 
 
-def in_turns(sides: Sequence[T], rounds: int) -> Iterator[tuple[int, T]]:
+def alternating(sides: Sequence[T], rounds: int) -> Iterator[tuple[int, T]]:
     """Each side once a round; every other round goes through them backwards."""
     for number in range(rounds):
         for side in sides if number % 2 == 0 else sides[::-1]:
@@ -158,7 +160,7 @@ def in_turns(sides: Sequence[T], rounds: int) -> Iterator[tuple[int, T]]:
 class Rounds:
     """How often each side is measured, and who is told of it."""
 
-    voice: Voice
+    progress: Progress
     count: int
     look_s: float = 1.0
     """How long the machine is watched before each measurement."""
@@ -168,31 +170,31 @@ class Rounds:
     def measure(self, name: str, unit: str, side: str, number: int, take: Callable[[], tuple[float, str]]) -> Measured:
         """Look at the machine, take one measurement of that round and say what came out."""
         what = f"{name}: round {number + 1} of {self.count}, {side}"
-        self.voice.doing(what)
+        self.progress.doing(what)
         load = self.look()
         value, detail = take()
-        told = " ".join((short(value), unit)).strip()
-        self.voice.say(f"{what}: {told}" + (f", {detail}" if detail else "") + f"  [{around(load)}]")
-        self.voice.done()
+        shown = " ".join((short(value), unit)).strip()
+        self.progress.say(f"{what}: {shown}" + (f", {detail}" if detail else "") + f"  [{shown_load(load)}]")
+        self.progress.done()
         return Measured(number, value, load, detail)
 
     def compare(self, name: str, unit: str, sides: Sequence[MeasuredSide]) -> None:
         """Measure each side once a round."""
-        for number, side in in_turns(sides, self.count):
+        for number, side in alternating(sides, self.count):
             side.values.append(self.measure(name, unit, side.name, number, partial(side.take, number)))
 
     def repeat(self, about: str, sides: Mapping[str, Callable[[], V]]) -> dict[str, list[V]]:
         """Warm each side up, then measure each once a round; the machine is watched before each round."""
         taken: dict[str, list[V]] = {name: [] for name in sides}
         for name, take in sides.items():
-            self.voice.doing(f"{about}: warming up {name}")
+            self.progress.doing(f"{about}: warming up {name}")
             take()
-        for number, name in in_turns(list(sides), self.count):
+        for number, name in alternating(list(sides), self.count):
             if sum(map(len, taken.values())) % len(sides) == 0:
                 self.look()
-            self.voice.doing(f"{about}: round {number + 1} of {self.count}, {name}")
+            self.progress.doing(f"{about}: round {number + 1} of {self.count}, {name}")
             taken[name].append(sides[name]())
-            self.voice.done()
+            self.progress.done()
         return taken
 
     def look(self) -> OtherLoad:
@@ -200,7 +202,7 @@ class Rounds:
         return self.loads[-1]
 
 
-def around(load: OtherLoad) -> str:
+def shown_load(load: OtherLoad) -> str:
     return f"load {load.loadavg_1m:.2f}, others {load.busy_cores:.2f} cores, steal {load.steal_percent:.1f} %"
 
 
@@ -243,7 +245,7 @@ def median_ratio(values: Sequence[float], of: Sequence[float]) -> float:
     return median([value / other for value, other in zip(values, of, strict=True)])
 
 
-def notes_on_others(loads: Sequence[OtherLoad]) -> list[str]:
+def notes_on_other_load(loads: Sequence[OtherLoad]) -> list[str]:
     """A warning where others were busy when measurements began."""
     busy = sum(load.busy_cores > OTHERS_CORES_MAX for load in loads)
     if not busy:
@@ -297,8 +299,8 @@ def shown_values(measured: Sequence[Measured], absent: str = "") -> str:
 
 
 def machine_title(model: str, machine: Mapping[str, str | int | float], versions: Mapping[str, str]) -> str:
-    told = ", ".join(f"{name} {version}" for name, version in versions.items())
-    return f"{model} on {machine['cpu']}, {machine['cores']} cores; {told}"
+    shown = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return f"{model} on {machine['cpu']}, {machine['cores']} cores; {shown}"
 
 
 IN_PAIRS = "Median of the pairs (smallest – largest). Only the ratio means something on a shared machine."
@@ -313,7 +315,7 @@ def print_remarks(console: Console, report: Report, legend: str = IN_PAIRS) -> N
         console.print(failure, style="red", markup=False, highlight=False, soft_wrap=True)
 
 
-def print_others(console: Console, loads: Sequence[OtherLoad], absent: Mapping[str, str]) -> None:
+def print_other_load(console: Console, loads: Sequence[OtherLoad], absent: Mapping[str, str]) -> None:
     """How busy others kept the machine, and what could not be measured."""
     busy = [load.busy_cores for load in loads]
     cores = describe_machine()["cores"]

@@ -36,7 +36,7 @@ from baton.sim.run_records import RequestRecord, RunRecord
 from baton.sim.step_times import StepTimes, load_step_times
 from benchmarks.jobs import cores, run_jobs
 from benchmarks.options import JsonIfGiven, LinkGbytes, Processes
-from benchmarks.runner import ABSENT, Columns, Voice, Work, conduct, find_trace, table_of
+from benchmarks.runner import ABSENT, Columns, Experiment, Progress, find_trace, run_benchmark, table_of
 
 SCHEMA = 1
 STEP_TIMES = "h200-8b"
@@ -346,7 +346,7 @@ def split(
     about a quarter of an hour on two cores; fewer --requests, --speeds or --givers make it shorter.
     """
 
-    def prepare(voice: Voice) -> Work[SplitReport]:
+    def prepare(progress: Progress) -> Experiment[SplitReport]:
         if plot_file is not None:
             require_matplotlib()
         options = SplitOptions(
@@ -362,10 +362,10 @@ def split(
             lane_gbytes_per_s=link_gbytes,
         )
         work = Splits(options)
-        voice.doing("clusters × speeds")
-        return Work(len(work.jobs), lambda: work.run(lambda _run: voice.done(), processes or cores()))
+        progress.doing("clusters × speeds")
+        return Experiment(len(work.jobs), lambda: work.run(lambda _run: progress.done(), processes or cores()))
 
-    report = conduct(prepare, show, json_file)
+    report = run_benchmark(prepare, show, json_file)
     if plot_file is not None:
         draw_split(report, plot_file)
 

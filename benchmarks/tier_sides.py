@@ -19,8 +19,17 @@ import msgspec
 
 from baton.bench.stats import median
 from baton.bench.workload import TokenRange
-from benchmarks.runner import Voice
-from benchmarks.servers import WARM_UP_SEED, Serving, Side, Turns, arrange, counter_total, scrape, start_all
+from benchmarks.runner import Progress
+from benchmarks.servers import (
+    WARM_UP_SEED,
+    RunningServer,
+    ServerCommand,
+    ServersInTurn,
+    counter_total,
+    scrape,
+    servers_in_turn,
+    start_servers,
+)
 from benchmarks.slow_link import HOST, slow_link
 from benchmarks.store_servers import valkey_server, valkey_why_not
 
@@ -92,7 +101,9 @@ class Hosting:
     link_bytes_per_s: float = 0.0
     """Of a slow store's link, each way."""
 
-    def start(self, stack: contextlib.ExitStack, sides: Sequence[TierSide], rows: Sequence[SideRow], voice: Voice) -> Turns:
+    def start(
+        self, stack: contextlib.ExitStack, sides: Sequence[TierSide], rows: Sequence[SideRow], progress: Progress
+    ) -> ServersInTurn:
         """Start and warm up the sides that can be measured; each row gets the command of its side."""
         started = []
         for side, row in zip(sides, rows, strict=True):
@@ -100,9 +111,9 @@ class Hosting:
                 continue
             store = stack.enter_context(store_args(side, self.folder, STORE_LIMIT, self.link_bytes_per_s))
             started.append(serve_side(side.name, self.model, (*self.flags, *side.args, *store, *self.args)))
-            row.command = started[-1].told()
+            row.command = started[-1].shell_line()
         tokens = BYTES if self.model is None else TokenRange()
-        turns, _ = arrange(start_all(stack, started, voice), voice, self.seed + WARM_UP_SEED, tokens)
+        turns, _ = servers_in_turn(start_servers(stack, started, progress), progress, self.seed + WARM_UP_SEED, tokens)
         return turns
 
 
@@ -125,13 +136,13 @@ def store_args(side: TierSide, folder: Path | None, limit: str, link_bytes_per_s
                 yield ("--kv-store", url)
 
 
-def serve_side(name: str, model: Path | None, args: Sequence[str]) -> Side:
+def serve_side(name: str, model: Path | None, args: Sequence[str]) -> ServerCommand:
     """Without a model: the scripted executor."""
     served = ("--executor", SCRIPTED) if model is None else (str(model), "--dtype", "bfloat16")
-    return Side(name, (sys.executable, "-m", "baton", "serve", *served, *args), {"BATON_LOG_LEVEL": "warning"})
+    return ServerCommand(name, (sys.executable, "-m", "baton", "serve", *served, *args), {"BATON_LOG_LEVEL": "warning"})
 
 
-def counts_of(serving: Serving) -> Counts:
+def counts_of(serving: RunningServer) -> Counts:
     page = scrape(serving.url)
     return {name: counter_total(page, counter) or 0 for name, counter in COUNTERS.items()}
 

@@ -32,23 +32,23 @@ from benchmarks.options import JsonFile, ModelOrScripted, OurArgs, Pairs, Seed, 
 from benchmarks.runner import (
     ABSENT,
     Columns,
+    Experiment,
     Measured,
     MeasuredSide,
     MeasurementFailed,
+    Progress,
     Rounds,
     Spread,
-    Voice,
-    Work,
-    conduct,
     model_folder,
-    notes_on_others,
+    notes_on_other_load,
     print_remarks,
     ratio_of,
+    run_benchmark,
     shown_ratio,
     shown_values,
     table_of,
 )
-from benchmarks.servers import ServerReport, Serving, ServingLoad, Turns, versions_of
+from benchmarks.servers import RunningServer, ServerReport, ServersInTurn, ServingLoad, versions_of
 from benchmarks.tier_sides import SCRIPTED, Hosting, SideRow, StoreKind, TierSide, counts_of, gained, why_not
 
 NOTHING_RESERVED = ("--reserve", "none")
@@ -168,10 +168,10 @@ class TierReport(ServerReport, kw_only=True):
 
 
 class TierBench:
-    def __init__(self, options: TierOptions, voice: Voice) -> None:
+    def __init__(self, options: TierOptions, progress: Progress) -> None:
         self._options = options
-        self._voice = voice
-        self._rounds = Rounds(voice, options.pairs, options.look_s)
+        self._progress = progress
+        self._rounds = Rounds(progress, options.pairs, options.look_s)
         self._failures: list[str] = []
         self._tables: list[TierTable] = []
 
@@ -187,24 +187,24 @@ class TierBench:
                 self._load(load)
             except (ChildFailed, MeasurementFailed) as error:
                 self._failures.append(str(error))
-                self._voice.say(f"failed: {error}")
+                self._progress.say(f"failed: {error}")
         return self._conclude()
 
     def _load(self, load: Load) -> None:
         options, shape = self._options, self._options.shape(load)
-        told = (
+        title = (
             f"{shape.title}: {shape.load.name}, "
             f"pool of {shape.pool_blocks} blocks of {shape.block_size} ({shape.share:.0%} of what they fill)"
         )
         if load is Load.SLOW_STORE:
-            told += f", link of {options.link_bytes_per_s / 1e6:g} MB/s"
+            title += f", link of {options.link_bytes_per_s / 1e6:g} MB/s"
         rows = [TierRow(side.name, absent=why_not(side) or "") for side in shape.sides]
-        self._tables.append(TierTable(load, told, shape.block_size, shape.pool_blocks, rows))
+        self._tables.append(TierTable(load, title, shape.block_size, shape.pool_blocks, rows))
         with contextlib.ExitStack() as stack:
             hosting = Hosting(
                 options.model, shape.flags, options.args, options.folder, options.seed, options.link_bytes_per_s
             )
-            turns = hosting.start(stack, shape.sides, rows, self._voice)
+            turns = hosting.start(stack, shape.sides, rows, self._progress)
             present = zip((row for row in rows if not row.absent), turns.servers, strict=True)
             sides = [
                 MeasuredSide(row.side, partial(self._taken, turns, serving, row, shape.load), row.speed)
@@ -212,7 +212,9 @@ class TierBench:
             ]
             self._rounds.compare(shape.title, "output tokens/s", sides)
 
-    def _taken(self, turns: Turns, serving: Serving, row: TierRow, load: ServingLoad, pair: int) -> tuple[float, str]:
+    def _taken(
+        self, turns: ServersInTurn, serving: RunningServer, row: TierRow, load: ServingLoad, pair: int
+    ) -> tuple[float, str]:
         before = counts_of(serving)
         # Another seed for each pair: equal work on all sides, and nothing of it in any tier.
         result = turns.run(serving, load, self._options.seed + 1 + pair)
@@ -229,7 +231,7 @@ class TierBench:
             versions=versions_of(None, self._failures),
             model="no model" if model is None else model.name,
             tables=self._tables,
-            notes=notes_on_others(self._rounds.loads),
+            notes=notes_on_other_load(self._rounds.loads),
             failures=self._failures,
         )
 
@@ -263,9 +265,9 @@ def tiers(
     that is slower than the model. Takes about half an hour on two cores.
     """
 
-    def prepare(voice: Voice) -> Work[TierReport]:
+    def prepare(progress: Progress) -> Experiment[TierReport]:
         options = TierOptions(
-            model=None if model == SCRIPTED else model_folder(model, voice),
+            model=None if model == SCRIPTED else model_folder(model, progress),
             loads=tuple(load or Load),
             pairs=pairs,
             requests=requests,
@@ -276,10 +278,10 @@ def tiers(
             link_bytes_per_s=link_mbytes * 1e6,
             seed=seed,
         )
-        work = TierBench(options, voice)
-        return Work(work.measurements, work.run)
+        work = TierBench(options, progress)
+        return Experiment(work.measurements, work.run)
 
-    conduct(prepare, show, json_file)
+    run_benchmark(prepare, show, json_file)
 
 
 def show(console: Console, report: TierReport) -> None:

@@ -130,7 +130,7 @@ class ChaosTally:
 
 
 @dataclass(slots=True)
-class ChaosVoice:
+class ChaosProgress:
     """Who is told how it goes."""
 
     doing: Callable[[str], None] = lambda _what: None
@@ -138,22 +138,22 @@ class ChaosVoice:
     """Faults and requests so far."""
 
 
-async def run_chaos(options: ChaosOptions, voice: ChaosVoice) -> ChaosReport:
-    with _model(options, voice) as model:
+async def run_chaos(options: ChaosOptions, progress: ChaosProgress) -> ChaosReport:
+    with _model(options, progress) as model:
         async with open_http(options.concurrency + 8) as http:
-            voice.doing("starting the fleet")
+            progress.doing("starting the fleet")
             roles = ("--prefill", options.prefill, "--decode", options.decode, "--mixed", options.mixed)
             command = (*model, *map(str, roles), "--restart-delay-max", "0.2", "--drain-timeout", "10")
             async with running_fleet((*command, *options.fleet_options), sum(options.by_role.values()), http) as fleet:
                 try:
-                    return await _Chaos(options, voice, http, fleet).run()
+                    return await _Chaos(options, progress, http, fleet).run()
                 finally:
                     if options.log is not None:
                         options.log.write_text(fleet.child.output())
 
 
 @contextlib.contextmanager
-def _model(options: ChaosOptions, voice: ChaosVoice) -> Iterator[tuple[str, ...]]:
+def _model(options: ChaosOptions, progress: ChaosProgress) -> Iterator[tuple[str, ...]]:
     """The model as `baton up` is to be told."""
     if options.is_scripted:
         yield ("--executor", "scripted")
@@ -161,15 +161,17 @@ def _model(options: ChaosOptions, voice: ChaosVoice) -> Iterator[tuple[str, ...]
         yield (options.model,)
     else:
         with tempfile.TemporaryDirectory(prefix="baton-tiny-") as folder:
-            voice.doing("making a tiny model")
+            progress.doing("making a tiny model")
             make_tiny(Path(folder) / TINY)
             yield (str(Path(folder) / TINY), "--device", "cpu", "--dtype", "float64", "--kv-memory", "64M")
 
 
 class _Chaos:
-    def __init__(self, options: ChaosOptions, voice: ChaosVoice, http: aiohttp.ClientSession, fleet: ChaosFleet) -> None:
+    def __init__(
+        self, options: ChaosOptions, progress: ChaosProgress, http: aiohttp.ClientSession, fleet: ChaosFleet
+    ) -> None:
         self._options = options
-        self._voice = voice
+        self._progress = progress
         self._http = http
         self._fleet = fleet
         draws = random.Random(options.seed)
@@ -182,7 +184,7 @@ class _Chaos:
         self._wakings: set[asyncio.Task[None]] = set()
 
     async def run(self) -> ChaosReport:
-        self._voice.doing("recording undisturbed answers")
+        self._progress.doing("recording undisturbed answers")
         await self._record()
         began_s, first_event = time.monotonic(), self._fleet.last_event
         cut_short = None
@@ -230,7 +232,7 @@ class _Chaos:
             case, undisturbed = draws.choice(self._undisturbed)
             answer = await ask(self._http, self._fleet.url, case, ANSWER_S_MAX)
             self._tally.add(case, answer, differences(undisturbed, answer))
-            self._voice.done(len(self._faults.done), self._tally.requests)
+            self._progress.done(len(self._faults.done), self._tally.requests)
             if answer.fault is not None:
                 await asyncio.sleep(AFTER_FAILURE_S)
 
@@ -252,7 +254,7 @@ class _Chaos:
 
     async def _calm(self) -> None:
         end_s = time.monotonic() + (self._options.calm_minutes or 0) * 60
-        self._voice.doing("calm: full load, no faults")
+        self._progress.doing("calm: full load, no faults")
         while time.monotonic() < end_s or self._tally.requests < self._options.requests:
             await self._look()
             await asyncio.sleep(LOOK_EVERY_S)
@@ -264,7 +266,7 @@ class _Chaos:
 
     async def _do(self, fault: InjectedFault) -> None:
         await asyncio.sleep(self._faults.draws.uniform(0, JITTER_S))
-        self._voice.doing(f"{fault.kind} → {fault.victim.name}")
+        self._progress.doing(f"{fault.kind} → {fault.victim.name}")
         try:
             if fault.kind is FaultKind.DRAIN:
                 await self._fleet.drain(fault.victim.name)

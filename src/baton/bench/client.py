@@ -324,13 +324,13 @@ class StreamingClient:
         _check_count(answer, asked_tokens, record.output_tokens, exact=self._ask.ignore_eos)
 
 
-def _check_count(answer: _Answer, asked: int, told: int, exact: bool) -> None:
-    if told > asked or (exact and told != asked):
-        raise StreamBroken("token_count", f"asked for {asked} tokens, usage says {told}")
-    if answer.ids_seen and answer.ids_seen != told:
-        raise StreamBroken("token_count", f"{answer.ids_seen} token ids streamed, usage says {told}")
-    if answer.events_with_text > told:
-        raise StreamBroken("token_count", f"{answer.events_with_text} pieces of text streamed, usage says {told}")
+def _check_count(answer: _Answer, asked: int, reported: int, exact: bool) -> None:
+    if reported > asked or (exact and reported != asked):
+        raise StreamBroken("token_count", f"asked for {asked} tokens, usage says {reported}")
+    if answer.ids_seen and answer.ids_seen != reported:
+        raise StreamBroken("token_count", f"{answer.ids_seen} token ids streamed, usage says {reported}")
+    if answer.events_with_text > reported:
+        raise StreamBroken("token_count", f"{answer.events_with_text} pieces of text streamed, usage says {reported}")
 
 
 def _fail(record: RequestRecord, kind: str, message: str) -> None:

@@ -47,7 +47,7 @@ class PartAttempt:
 
 
 @dataclass(frozen=True, slots=True)
-class CrewWork:
+class PartsOutcome:
     machine: dict[str, str]
     parts: list[PartResult]
 
@@ -62,7 +62,7 @@ def note_done(path: Path, result: PartResult) -> None:
     note(path, "done", asdict(result))
 
 
-def do_parts(parts: Sequence[str], command: Command, limits: PartLimits, say: Callable[[str], None]) -> CrewWork:
+def do_parts(parts: Sequence[str], command: Command, limits: PartLimits, say: Callable[[str], None]) -> PartsOutcome:
     """Each part once, in this order, as far as the time goes."""
     until_s = time.monotonic() + limits.all_s
     left, machine, results = list(parts), dict[str, str](), list[PartResult]()
@@ -78,7 +78,7 @@ def do_parts(parts: Sequence[str], command: Command, limits: PartLimits, say: Ca
         failed = left[:1] if attempt.begun else left
         results += [PartResult(part, error=attempt.error) for part in failed]
         left = left[len(failed) :]
-    return CrewWork(machine, [*results, *(PartResult(part, error=OVER) for part in left)])
+    return PartsOutcome(machine, [*results, *(PartResult(part, error=OVER) for part in left)])
 
 
 def _attempt(command: Command, parts: Sequence[str], until_s: float, limits: PartLimits) -> PartAttempt:

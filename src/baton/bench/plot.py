@@ -69,8 +69,8 @@ def _cdf(axes: Axes, name: str, values_s: Sequence[float]) -> None:
     axes.plot([percentile(ordered, share) for share in shares], shares, color=BLUE)
     marks = [percentile(ordered, share) for share in MARKED]
     axes.plot(marks, MARKED, "o", color=ORANGE, markersize=5)
-    told = " · ".join(f"p{share * 100:.0f} {mark:,.0f}" for share, mark in zip(MARKED, marks, strict=True))
-    axes.set_title(f"{name}\n{told} ms", fontsize=11)
+    percentiles = " · ".join(f"p{share * 100:.0f} {mark:,.0f}" for share, mark in zip(MARKED, marks, strict=True))
+    axes.set_title(f"{name}\n{percentiles} ms", fontsize=11)
     axes.set_xlim(0, ordered[-1] * 1.05)
 
 

@@ -65,7 +65,7 @@ def _chaos(
     Every option of [dim]baton up[/dim] can be given too, such as [dim]--executor scripted --step-ms 5[/dim].
     """
     # Imported late: `baton --help` must not wait for them.
-    from baton.bench.chaos import ChaosFailed, ChaosOptions, ChaosVoice, run_chaos
+    from baton.bench.chaos import ChaosFailed, ChaosOptions, ChaosProgress, run_chaos
     from baton.bench.chaos_table import show
     from baton.bench.child_processes import ChildFailed
     from baton.bench.client import ServerUnreachable
@@ -89,9 +89,9 @@ def _chaos(
             bar.update(injected, completed=faults_done)
             bar.update(asked, completed=requests_done)
 
-        voice = ChaosVoice(doing=lambda what: bar.update(injected, description=what), done=done)
+        progress = ChaosProgress(doing=lambda what: bar.update(injected, description=what), done=done)
         try:
-            report = asyncio.run(run_chaos(options, voice))
+            report = asyncio.run(run_chaos(options, progress))
         except (ChaosFailed, ChildFailed, ServerUnreachable) as error:
             raise refuse(console, error) from error
     show(console, report)

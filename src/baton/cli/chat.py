@@ -107,7 +107,7 @@ class ChatAnswer:
     def text(self) -> str:
         return "".join(self.pieces)
 
-    def told(self) -> str:
+    def figures(self) -> str:
         """Tokens, rate and delay, as far as they are known."""
         if self.first_s is None:
             return "no text"
@@ -216,7 +216,7 @@ class ChatSession:
             self._console.print(f"\n{error}", style="red", markup=False, highlight=False)
             return False  # the question is not kept: asking again must not send it twice
         self._console.print()
-        self._say(answer.told())
+        self._say(answer.figures())
         self._turns += [question, ChatMessageText("assistant", answer.text)]
         return True
 
@@ -262,7 +262,7 @@ def _answer_once(partner: ChatServer, system: str | None, question: str) -> None
         errors.print(str(error), style="red", markup=False, highlight=False)
         raise typer.Exit(1) from error
     show("\n")
-    errors.print(answer.told(), style="dim", markup=False, highlight=False)
+    errors.print(answer.figures(), style="dim", markup=False, highlight=False)
 
 
 async def _find_model(url: str, api_key: str | None) -> str:
@@ -289,9 +289,9 @@ def chat(
     try:
         found = asyncio.run(_find_model(url, api_key))
     except ServerUnreachable as error:
-        told = Console(stderr=True)
-        told.print(str(error), style="red", markup=False, highlight=False)
-        told.print(_advice(error), markup=False)
+        errors = Console(stderr=True)
+        errors.print(str(error), style="red", markup=False, highlight=False)
+        errors.print(_advice(error), markup=False)
         raise typer.Exit(1) from error
     partner = ChatServer(url, model or found, api_key, temperature, max_tokens)
     if sys.stdin.isatty():

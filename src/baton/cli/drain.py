@@ -76,10 +76,10 @@ def drain(name: Name, url: Url = "http://127.0.0.1:8000", api_key: ApiKey = None
 
 def _wait(at: RouterUrl, name: str, life: int | None, say: Callable[[int], None]) -> None:
     """Until this life of it is gone; a supervisor may start the next one at once."""
-    told: int | None = None
+    shown: int | None = None
     while life is not None and (view := _view(at, name)) is not None and view["incarnation"] == life:
-        if view["open"] != told:
-            told = view["open"]
+        if view["open"] != shown:
+            shown = view["open"]
             say(view["open"])
         time.sleep(LOOK_S)
 

@@ -182,9 +182,9 @@ def _command_section(command: str, rows: list[OptionRow], by_command: dict[str, 
         taken = {row.name for row in rows}
         left_out = sorted({_flag(row) for other in others for row in by_command[other] if row.name not in taken})
         yield f"It also takes the options of {named}, except {', '.join(left_out)}."
-    told = {_meaning(row) for other in others for row in by_command[other]}
+    listed = {_meaning(row) for other in others for row in by_command[other]}
     for panel in dict.fromkeys(row.panel for row in rows):
-        lines = [_shown(row) for row in rows if row.panel == panel and _meaning(row) not in told]
+        lines = [_shown(row) for row in rows if row.panel == panel and _meaning(row) not in listed]
         if lines:
             heading = f"### {panel}\n\n" if panel else ""
             yield heading + "\n".join((TABLE_HEAD, *lines))

@@ -55,13 +55,13 @@ def stat_(url: Url) -> None:
     """Show how much is in a store."""
     console = wide_console()
     with _opened(console, url) as store:
-        told = _counted(store)
+        stat = _counted(store)
     table = Table(show_header=False, box=None)
-    table.add_row("kind", told.kind)
-    table.add_row("objects", f"{told.objects:,}")
-    table.add_row("size", shown_bytes(told.bytes))
-    table.add_row("limit", "none given" if told.limit_bytes is None else shown_bytes(told.limit_bytes))
-    for name, value in told.details.items():
+    table.add_row("kind", stat.kind)
+    table.add_row("objects", f"{stat.objects:,}")
+    table.add_row("size", shown_bytes(stat.bytes))
+    table.add_row("limit", "none given" if stat.limit_bytes is None else shown_bytes(stat.limit_bytes))
+    for name, value in stat.details.items():
         table.add_row(name, value)
     console.print(table, highlight=False)
 
@@ -89,9 +89,9 @@ def clear(url: Url, yes: Yes = False) -> None:
     console = wide_console()
     with _opened(console, url) as store:
         if not yes:
-            told = _counted(store)
+            stat = _counted(store)
             typer.confirm(
-                f"Drop {told.objects:,} objects ({shown_bytes(told.bytes)}) of this {told.kind} store?", abort=True
+                f"Drop {stat.objects:,} objects ({shown_bytes(stat.bytes)}) of this {stat.kind} store?", abort=True
             )
         count = _cleared(store)
     console.print(f"dropped {count:,} objects", highlight=False)
