@@ -197,7 +197,7 @@ def markdown_of(report: GpuReport) -> str:
         f"{rates.matrix_flop_per_s / 1e12:,.0f} TFLOP/s. "
     )  # fmt: skip
     head = [
-        "# On a GPU",
+        "# GPU benchmark record",
         "",
         f"Measured on {report.made[:10]} with `baton bench gpu` on {_machine(machine)}; {versions}.",
         f"{measured}A floor is the sum over a step's operations of the longer of two times: the bytes it must read at that "
