@@ -22,7 +22,6 @@ import msgspec
 import typer
 from rich.console import Console
 
-from baton.bench.child_processes import ChildFailed
 from baton.bench.load import RunResult
 from baton.bench.stats import describe, median
 from baton.bench.workload import BenchSession
@@ -38,6 +37,7 @@ from benchmarks.runner import (
     Progress,
     Rounds,
     Spread,
+    failures_noted,
     model_folder,
     notes_on_other_load,
     print_remarks,
@@ -124,12 +124,8 @@ class ChatBench:
 
     def run(self) -> ChatReport:
         """A failure ends the measurements; what was measured before it is still reported."""
-        try:
-            with contextlib.ExitStack() as stack:
-                self._measure(stack)
-        except (ChildFailed, MeasurementFailed) as error:
-            self._failures.append(str(error))
-            self._progress.say(f"failed: {error}")
+        with failures_noted(self._failures, self._progress), contextlib.ExitStack() as stack:
+            self._measure(stack)
         return self._conclude()
 
     def _measure(self, stack: contextlib.ExitStack) -> None:

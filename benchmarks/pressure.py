@@ -18,18 +18,17 @@ import msgspec
 import typer
 from rich.console import Console
 
-from baton.bench.child_processes import ChildFailed
 from baton.bench.report import summarise
 from benchmarks.compare import ComparisonRow
 from benchmarks.options import JsonFile, ModelArgument, OurArgs, Pairs, PeerArgs, PeerOption, Seed
 from benchmarks.runner import (
     Columns,
     Experiment,
-    MeasurementFailed,
     Progress,
     Rounds,
     Spread,
     alternating,
+    failures_noted,
     model_folder,
     notes_on_other_load,
     print_remarks,
@@ -170,14 +169,10 @@ class Pressure:
 
     def run(self) -> PressureReport:
         """A failure ends the measurements; what was measured before it is still reported."""
-        try:
-            with contextlib.ExitStack() as stack:
-                servers = start_servers(stack, [each.side for each in self._contenders], self._progress)
-                turns, self._idle = servers_in_turn(servers, self._progress, self._options.seed + WARM_UP_SEED)
-                self._pairs(turns)
-        except (ChildFailed, MeasurementFailed) as error:
-            self._failures.append(str(error))
-            self._progress.say(f"failed: {error}")
+        with failures_noted(self._failures, self._progress), contextlib.ExitStack() as stack:
+            servers = start_servers(stack, [each.side for each in self._contenders], self._progress)
+            turns, self._idle = servers_in_turn(servers, self._progress, self._options.seed + WARM_UP_SEED)
+            self._pairs(turns)
         return self._conclude()
 
     def _pairs(self, turns: ServersInTurn) -> None:

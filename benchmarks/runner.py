@@ -10,6 +10,7 @@ within a round. The load by other processes is sampled before a measurement and 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -125,6 +126,16 @@ def find_trace(trace: Path | None, folder: Path | None, glob: str, what: str) ->
         where = f"{folder} has no {glob}" if folder is not None else "no trace was named"
         raise NoTrace(f"{where}: use --trace FILE, or set BATON_TRACES to a folder with {what}")
     return found[0]
+
+
+@contextlib.contextmanager
+def failures_noted(failures: list[str], progress: Progress) -> Iterator[None]:
+    """A failed server or measurement ends the block and is appended to `failures`; the rest of the report is still made."""
+    try:
+        yield
+    except (ChildFailed, MeasurementFailed) as error:
+        failures.append(str(error))
+        progress.say(f"failed: {error}")
 
 
 # ── rounds ───────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -26,7 +26,6 @@ import msgspec
 import typer
 from rich.console import Console
 
-from baton.bench.child_processes import ChildFailed
 from baton.bench.report import summarise
 from benchmarks.options import JsonFile, ModelOrScripted, OurArgs, Pairs, Seed, StoreFolder
 from benchmarks.runner import (
@@ -35,10 +34,10 @@ from benchmarks.runner import (
     Experiment,
     Measured,
     MeasuredSide,
-    MeasurementFailed,
     Progress,
     Rounds,
     Spread,
+    failures_noted,
     model_folder,
     notes_on_other_load,
     print_remarks,
@@ -183,11 +182,8 @@ class TierBench:
     def run(self) -> TierReport:
         """A failure ends its load; what was measured before it is still reported."""
         for load in self._options.loads:
-            try:
+            with failures_noted(self._failures, self._progress):
                 self._load(load)
-            except (ChildFailed, MeasurementFailed) as error:
-                self._failures.append(str(error))
-                self._progress.say(f"failed: {error}")
         return self._conclude()
 
     def _load(self, load: Load) -> None:

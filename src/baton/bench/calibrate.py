@@ -33,9 +33,9 @@ from baton.bench.client import RequestRecord, ServerUnreachable, TargetServer, f
 from baton.bench.load import Closed, Plan, run_load
 from baton.bench.scheduler import time_scheduler
 from baton.bench.stats import median
+from baton.bench.step_plans import StepPlans, stop_of
 from baton.bench.workload import Recipe, Round, TokenRange, WorkloadShape, fixed_sessions
-from baton.core.engine.plan import Chunk, Copy, Int32s, RowOutcome, Start, StepPlan, StepResult, Stop
-from baton.core.engine.request import Sampling, frozen_tokens
+from baton.core.engine.plan import Chunk, Copy, RowOutcome, Start, StepPlan, StepResult, Stop
 from baton.core.errors import BatonError
 from baton.executor.contract import Executor
 from baton.sim.step_times import MeasuredStep, Roofline, StepTimes, StepTimesFile
@@ -51,8 +51,6 @@ DRAWN_FROM = (1000, 20_000)
 KNEES_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 LEAST_US = 1e-6
 """A cost that the fit finds to be nothing; the model wants it positive."""
-
-_GREEDY = Sampling(seed=0, temperature=0.0)
 
 
 class CannotCalibrate(BatonError):
@@ -154,85 +152,59 @@ class CalibrationStepper:
     def __init__(self, executor: Executor, clock_us: Callable[[], float] = monotonic_us) -> None:
         self._executor = executor
         self._clock_us = clock_us
-        self._step = 0
-        self._epoch = 0
-        self._draws = np.random.default_rng(0)
+        token_ids = DRAWN_FROM if executor.vocabulary > DRAWN_FROM[1] else (0, executor.vocabulary)
+        self._plans = StepPlans(executor.shape.block_size, token_ids)
 
     def fill(self, blocks: int) -> None:
         """Real KV into the first `blocks` blocks: pages that nobody ever wrote read faster than memory does."""
         size = self._executor.shape.block_size
-        start = self._start(0, size, 0, size + 1, 0)
+        start = self._plans.start(0, size, 0, size + 1, 0)
         chunk = Chunk(0, start.epoch, 0, size, samples=True)
         copies = tuple(Copy(0, target) for target in range(1, blocks))
-        self._run(iter([self._plan(starts=(start,), chunks=(chunk,)), self._plan(stops=(_stop(start),), copies=copies)]))
+        prefill = self._plans.plan(starts=(start,), chunks=(chunk,))
+        self._run(iter([prefill, self._plans.plan(stops=(stop_of(start),), copies=copies)]))
 
     def warm(self, trial: Trial) -> None:
         """One step: the first of a size sets up what later ones reuse, and is no measure of them."""
-        self._run(self._plans(trial, 1), trial)
+        self._run(self._trial_plans(trial, 1), trial)
 
     def visit(self, trial: Trial) -> list[float]:
         """Microseconds of each step that counts."""
         steps = 1 if trial.is_large else SMALL_STEPS
-        times_us = self._run(self._plans(trial, steps), trial)
+        times_us = self._run(self._trial_plans(trial, steps), trial)
         return times_us[:1] if trial.is_large else times_us[1:steps]
 
-    def _plans(self, trial: Trial, steps: int) -> Iterator[StepPlan]:
+    def _trial_plans(self, trial: Trial, steps: int) -> Iterator[StepPlan]:
         """Decodes that go on from step to step beside chunks of ever new sequences, and at the end a stop for all."""
         blocks = 0
         decoding: list[Start] = []
         # So that the context of the steps that count is, on average, the trial's.
         known = max(1, trial.context_tokens - steps // 2)
         for slot in range(trial.decodes):
-            decoding.append(self._start(slot, known, known - 1, known + steps, blocks))
+            decoding.append(self._plans.start(slot, known, known - 1, known + steps, blocks))
             blocks += len(decoding[-1].blocks)
         starts, stops = decoding, list[Stop]()
         slots = np.arange(trial.decodes, dtype=np.int32)
         epochs = np.array([start.epoch for start in decoding], dtype=np.int64)
         for _ in range(steps):
             fed = self._chunked(trial, blocks)
-            yield self._plan(
+            yield self._plans.plan(
                 stops=tuple(stops),
                 starts=(*starts, *fed),
                 chunks=tuple(Chunk(new.slot, new.epoch, new.computed, len(new.tokens), samples=True) for new in fed),
                 decode_slots=slots,
                 decode_epochs=epochs,
             )
-            starts, stops = [], [_stop(start) for start in fed]
-        yield self._plan(stops=(*stops, *(_stop(start) for start in decoding)))
+            starts, stops = [], [stop_of(start) for start in fed]
+        yield self._plans.plan(stops=(*stops, *(stop_of(start) for start in decoding)))
 
     def _chunked(self, trial: Trial, blocks: int) -> list[Start]:
         fed: list[Start] = []
         length = trial.begin_tokens + trial.chunk_tokens
         for number in range(trial.sequences):
-            fed.append(self._start(trial.decodes + number, length, trial.begin_tokens, length + 1, blocks))
+            fed.append(self._plans.start(trial.decodes + number, length, trial.begin_tokens, length + 1, blocks))
             blocks += len(fed[-1].blocks)
         return fed
-
-    def _start(self, slot: int, known: int, computed: int, limit: int, first_block: int) -> Start:
-        self._epoch += 1
-        low, high = DRAWN_FROM if self._executor.vocabulary > DRAWN_FROM[1] else (0, self._executor.vocabulary)
-        tokens = frozen_tokens(self._draws.integers(low, high, known))
-        count = -(-limit // self._executor.shape.block_size)
-        blocks: Int32s = np.arange(first_block, first_block + count, dtype=np.int32)
-        return Start(slot, self._epoch, tokens, known, computed, limit, _GREEDY, blocks)
-
-    def _plan(
-        self,
-        *,
-        stops: tuple[Stop, ...] = (),
-        copies: tuple[Copy, ...] = (),
-        starts: tuple[Start, ...] = (),
-        chunks: tuple[Chunk, ...] = (),
-        decode_slots: Int32s | None = None,
-        decode_epochs: npt.NDArray[np.int64] | None = None,
-    ) -> StepPlan:
-        self._step += 1
-        nobody, no_epochs = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int64)
-        return StepPlan(
-            self._step, self._step - 1, stops, copies, starts, chunks=chunks,
-            decode_slots=nobody if decode_slots is None else decode_slots,
-            decode_epochs=no_epochs if decode_epochs is None else decode_epochs,
-        )  # fmt: skip
 
     def _run(self, plans: Iterator[StepPlan], trial: Trial | None = None) -> list[float]:
         times_us: list[float] = []
@@ -252,10 +224,6 @@ class CalibrationStepper:
             before_us = now_us
             _check(result, trial)
         return times_us
-
-
-def _stop(start: Start) -> Stop:
-    return Stop(start.slot, start.epoch)
 
 
 def _check(result: StepResult, trial: Trial | None) -> None:

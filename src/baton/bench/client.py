@@ -72,7 +72,7 @@ class _PromptDetails(msgspec.Struct):
 
 class _Usage(msgspec.Struct):
     prompt_tokens: int = 0
-    completion_tokens: int | None = 0
+    completion_tokens: int | None = None
     prompt_tokens_details: _PromptDetails | None = None
 
 
@@ -88,7 +88,7 @@ class _Choice(msgspec.Struct):
     token_ids: list[int] | None = None
 
 
-class _Chunk(msgspec.Struct):
+class StreamChunk(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
     error: msgspec.Raw = NULL
@@ -102,7 +102,7 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
-_CHUNKS = msgspec.json.Decoder(_Chunk)
+_CHUNKS = msgspec.json.Decoder(StreamChunk)
 _ENCODER = msgspec.json.Encoder()
 
 
@@ -182,7 +182,7 @@ class _Answer:
             self.usage = chunk.usage
         return self._take_choice(chunk.choices[0]) if chunk.choices else 0
 
-    def _decode(self, event: SseEvent) -> _Chunk:
+    def _decode(self, event: SseEvent) -> StreamChunk:
         try:
             chunk = _CHUNKS.decode(event.data)
         except msgspec.DecodeError as error:

@@ -17,20 +17,9 @@ from itertools import pairwise
 import numpy as np
 
 from baton.bench.gpu_report import middle
-from baton.core.engine.plan import (
-    NO_INT32S,
-    NO_INT64S,
-    Chunk,
-    Copy,
-    Int32s,
-    Int64s,
-    RowOutcome,
-    Start,
-    StepPlan,
-    StepResult,
-    Stop,
-)
-from baton.core.engine.request import Sampling, frozen_tokens
+from baton.bench.step_plans import GREEDY, StepPlans, stop_of
+from baton.core.engine.plan import Chunk, Copy, Int32s, Int64s, RowOutcome, Start, StepPlan, StepResult, Stop
+from baton.core.engine.request import Sampling
 from baton.core.errors import BatonError
 from baton.executor.contract import Executor, KvView, LayerDone
 
@@ -39,7 +28,6 @@ IN_FLIGHT = 4
 COPIES_A_STEP = 256
 WARM_UP_STEPS, WINDOWS, WINDOW_STEPS = 6, 3, 12
 PREFILL_RUNS = 6
-GREEDY = Sampling(seed=0, temperature=0.0)
 
 
 class CannotMeasure(BatonError):
@@ -57,19 +45,17 @@ class StepTimer:
     def __init__(self, executor: Executor, clock_s: Callable[[], float] = time.perf_counter) -> None:
         self._executor = executor
         self._clock_s = clock_s
-        self._step = 0
-        self._epoch = 0
-        self._draws = np.random.default_rng(0)
+        self._plans = StepPlans(executor.shape.block_size, (0, executor.vocabulary))
 
     def fill(self) -> None:
         """Real KV into every block: what was never written may be read faster, and zeros are computed with faster."""
         shape = self._executor.shape
-        start = self._start(0, shape.block_size, 0, shape.block_size + 1, 0, GREEDY)
+        start = self._plans.start(0, shape.block_size, 0, shape.block_size + 1, 0)
         chunk = Chunk(0, start.epoch, 0, shape.block_size, samples=True)
-        plans = [self._plan(starts=(start,), chunks=(chunk,)), self._plan(stops=(Stop(0, start.epoch),))]
+        plans = [self._plans.plan(starts=(start,), chunks=(chunk,)), self._plans.plan(stops=(stop_of(start),))]
         for first in range(1, shape.blocks, COPIES_A_STEP):
             targets = range(first, min(shape.blocks, first + COPIES_A_STEP))
-            plans.append(self._plan(copies=tuple(Copy(0, target) for target in targets)))
+            plans.append(self._plans.plan(copies=tuple(Copy(0, target) for target in targets)))
         self._run(iter(plans), "filling the KV pool")
 
     def decode(self, batch: int, context: int, sampling: Sampling = GREEDY) -> StepTiming:
@@ -90,15 +76,15 @@ class StepTimer:
         known = max(1, context - steps // 2)
         starts, block = list[Start](), 0
         for slot in range(batch):
-            starts.append(self._start(slot, known, known - 1, known + steps * burst + 1, block, sampling))
+            starts.append(self._plans.start(slot, known, known - 1, known + steps * burst + 1, block, sampling))
             block += len(starts[-1].blocks)
         self._check_room(batch, block, max(start.limit for start in starts))
         slots: Int32s = np.arange(batch, dtype=np.int32)
         epochs: Int64s = np.array([start.epoch for start in starts], dtype=np.int64)
-        yield self._plan(starts=tuple(starts), decode_slots=slots, decode_epochs=epochs)
+        yield self._plans.plan(starts=tuple(starts), decode_slots=slots, decode_epochs=epochs)
         for _ in range(steps - 1):
-            yield self._plan(decode_slots=slots, decode_epochs=epochs)
-        yield self._plan(stops=tuple(Stop(start.slot, start.epoch) for start in starts))
+            yield self._plans.plan(decode_slots=slots, decode_epochs=epochs)
+        yield self._plans.plan(stops=tuple(stop_of(start) for start in starts))
 
     def prefill(self, sequences: int, tokens: int, begin: int = 0) -> StepTiming:
         """The next `tokens` of each of so many sequences, after `begin` that are there already."""
@@ -116,14 +102,14 @@ class StepTimer:
             place, before = places[0], groups.popleft()
             places.rotate(-1)
             fed = [
-                self._start(row, begin + tokens, begin, begin + tokens + 1, row * blocks, GREEDY)
+                self._plans.start(row, begin + tokens, begin, begin + tokens + 1, row * blocks)
                 for row in range(place * sequences, (place + 1) * sequences)
             ]
             groups.append(fed)
             chunks = tuple(Chunk(start.slot, start.epoch, begin, begin + tokens, samples=True) for start in fed)
-            stops = tuple(Stop(start.slot, start.epoch) for start in before)
-            yield self._plan(stops=stops, starts=tuple(fed), chunks=chunks)
-        yield self._plan(stops=tuple(Stop(start.slot, start.epoch) for fed in groups for start in fed))
+            stops = tuple(stop_of(start) for start in before)
+            yield self._plans.plan(stops=stops, starts=tuple(fed), chunks=chunks)
+        yield self._plans.plan(stops=tuple(stop_of(start) for fed in groups for start in fed))
 
     def _check_room(self, slots: int, blocks: int, tokens: int) -> None:
         shape = self._executor.shape
@@ -134,29 +120,6 @@ class StepTimer:
         ):
             if wanted > there:
                 raise CannotMeasure(f"{wanted} {name} are more than the {there} there are")
-
-    def _start(self, slot: int, known: int, computed: int, limit: int, first_block: int, sampling: Sampling) -> Start:
-        self._epoch += 1
-        tokens = frozen_tokens(self._draws.integers(0, self._executor.vocabulary, known))
-        count = -(-limit // self._executor.shape.block_size)
-        blocks: Int32s = np.arange(first_block, first_block + count, dtype=np.int32)
-        return Start(slot, self._epoch, tokens, known, computed, limit, sampling, blocks)
-
-    def _plan(
-        self,
-        *,
-        stops: tuple[Stop, ...] = (),
-        copies: tuple[Copy, ...] = (),
-        starts: tuple[Start, ...] = (),
-        chunks: tuple[Chunk, ...] = (),
-        decode_slots: Int32s = NO_INT32S,
-        decode_epochs: Int64s = NO_INT64S,
-    ) -> StepPlan:
-        self._step += 1
-        return StepPlan(
-            self._step, self._step - 1, stops, copies, starts, chunks=chunks, decode_slots=decode_slots,
-            decode_epochs=decode_epochs,
-        )  # fmt: skip
 
     def _run(self, plans: Iterator[StepPlan], what: str) -> tuple[list[float], list[StepResult]]:
         """When each step's result was there, and the results."""

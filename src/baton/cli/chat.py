@@ -22,7 +22,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from baton.bench.client import MESSAGE_CHARS_MAX, NULL, KeyWanted, ServerUnreachable, first_model, open_http
+from baton.bench.client import MESSAGE_CHARS_MAX, NULL, KeyWanted, ServerUnreachable, StreamChunk, first_model, open_http
 from baton.bench.sse import SseOverflow, SseParser
 from baton.bench.workload import ChatMessageText
 
@@ -34,24 +34,6 @@ HELP = (
 
 # What a model writes must not steer the terminal: control characters go, newline and tab stay.
 _HARMLESS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
-
-
-class _Delta(msgspec.Struct):
-    content: str | None = None
-
-
-class _Choice(msgspec.Struct):
-    delta: _Delta | None = None
-
-
-class _Usage(msgspec.Struct):
-    completion_tokens: int | None = None
-
-
-class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
-    error: msgspec.Raw = NULL
 
 
 class _ErrorBody(msgspec.Struct):
@@ -146,7 +128,7 @@ def _take(data: bytes, answer: ChatAnswer, show: Show) -> None:
     if data.strip() == b"[DONE]":
         return
     try:
-        chunk = msgspec.json.decode(data, type=_Chunk)
+        chunk = msgspec.json.decode(data, type=StreamChunk)
     except msgspec.DecodeError as error:
         raise AnswerFailed(f"the server sent something unreadable: {error}") from error
     if chunk.error != NULL:
