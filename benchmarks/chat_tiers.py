@@ -56,7 +56,7 @@ LOAD = ConversationLoad(count=78, concurrency=39, input_scale=0.25, output_token
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
     model: Path | None
-    """None: no model."""
+    """None: the scripted executor."""
     load: ConversationLoad = LOAD
     pairs: int = 3
     think_s: float = 2.0
@@ -102,9 +102,9 @@ class ChatReport(ServerReport, kw_only=True):
     settings: dict[str, str | int | float]
     requests: int
     prompt_tokens: int
-    """Of one run."""
+    """Prompt tokens of one run."""
     new_tokens: int
-    """Prompt tokens that no earlier round contains; at most the rest can be found cached."""
+    """Prompt tokens that no earlier round contains; only the others can be cached."""
     rows: list[ChatRow]
 
 
@@ -123,7 +123,7 @@ class ChatBench:
         return self._options.pairs * sum(not row.absent for row in self._rows)
 
     def run(self) -> ChatReport:
-        """A failure ends the measurements; what was measured before it is still reported."""
+        """Measure and report. A failure ends the measurements; earlier ones are still reported."""
         with failures_noted(self._failures, self._progress), contextlib.ExitStack() as stack:
             self._measure(stack)
         return self._conclude()
@@ -140,7 +140,7 @@ class ChatBench:
 
     def _taken(self, turns: ServersInTurn, serving: RunningServer, row: ChatRow, pair: int) -> tuple[float, str]:
         before, load = counts_of(serving), self._options.load
-        # Other words for each pair, the same for all sides.
+        # Another seed for each pair, the same for all sides.
         result = turns.send(serving, self._sessions, load.concurrency, load.seed + 1 + pair)
         row.counts.append(gained(before, counts_of(serving)))
         return self._keep(row, result)

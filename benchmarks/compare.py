@@ -96,7 +96,7 @@ class CompareOptions:
     peer_args: str = ""
     seed: int = 0
     look_s: float = 1.0
-    """How long the machine is watched before each run."""
+    """Seconds for which other load is sampled before each run."""
 
 
 class ComparisonRow(msgspec.Struct):
@@ -108,7 +108,7 @@ class ComparisonRow(msgspec.Struct):
     ours: list[Measured] = []
     peer: list[Measured] = []
     ours_absent: str = ""
-    """Why there are no values of ours."""
+    """Why there are no values for Baton."""
     peer_absent: str = ""
 
     def values(self, side: str) -> list[Measured]:
@@ -116,13 +116,13 @@ class ComparisonRow(msgspec.Struct):
 
     @property
     def ratio(self) -> Spread | None:
-        """Ours over the peer's."""
+        """Baton ÷ peer."""
         return ratio_of(self.ours, self.peer)
 
 
 class Comparison(ServerReport, kw_only=True):
     commands: dict[str, str]
-    """How each server was started, with its environment: a fair fight is one that others can repeat."""
+    """Command line of each server, with its environment."""
     idle_busy_cores: dict[str, float]
     rows: list[ComparisonRow]
     ratios: dict[str, Spread]
@@ -130,7 +130,7 @@ class Comparison(ServerReport, kw_only=True):
 
 SERVING_LOADS = (ServingLoad(64, 128, 64), ServingLoad(16, 512, 128))
 SEEDS_A_LOAD = 100
-"""Prompts of one seed begin alike, whatever their length."""
+"""Distance of seeds between loads, since prompts of one seed share their beginning."""
 
 
 @dataclass(slots=True)
@@ -142,7 +142,7 @@ class _Findings:
 
 
 def sides_of(options: CompareOptions) -> list[ServerCommand]:
-    """Ours, and the peer's where there is one."""
+    """Commands of Baton and, if configured, of the peer."""
     shape = ServerShape(options.model)
     sides = [our_command(shape, options.our_args)]
     if options.peer is not None:
@@ -160,14 +160,14 @@ class Compare:
 
     @property
     def measurements(self) -> int:
-        """How many will be taken if all goes well."""
+        """Number of planned measurements."""
         rows = sum(len(SERVING_LOADS) if section is Section.SERVING else 1 for section in self._options.sections)
         return rows * self._options.pairs * max(1, len(self._sides))
 
     def run(self) -> Comparison:
-        """All sections that were asked for. A section that fails is reported, and the next one still runs."""
+        """Run the requested sections. A failed section is reported, and the next one still runs."""
         sections = self._options.sections
-        # Servers first: starts are timed after each side has started once, with the caches that leaves behind.
+        # Servers first: start-up is timed after each side has started once and filled its caches.
         if any(section in sections for section in WITH_SERVERS):
             self._guard("servers", self._with_servers)
         if Section.STARTUP in sections:
@@ -214,7 +214,7 @@ class Compare:
         row = self._row("serving", load.name, "output tokens/s", "higher")
 
         def taken(serving: RunningServer, pair: int) -> tuple[float, str]:
-            # Another seed for each load and pair: equal work on both sides, and nothing of it in any cache.
+            # Another seed for each load and pair: equal work on both sides, and nothing cached.
             seed = self._options.seed + 1 + pair + SEEDS_A_LOAD * SERVING_LOADS.index(load)
             summary = summarise(turns.run(serving, load, seed))
             first = summary.latency.ttft_ms
@@ -308,7 +308,7 @@ def _first_token_s(record: RequestRecord) -> float:
 
 
 def find_chat_trace(folder: Path | None) -> Path | None:
-    """A trace of moderate lengths: chats of a live service before anything else."""
+    """A trace of moderate lengths; chats of a live service are preferred."""
     if folder is None or not folder.is_dir():
         return None
     found = sorted(path for pattern in ("*conv*.csv*", "*.csv*", "*.jsonl*") for path in folder.glob(pattern))

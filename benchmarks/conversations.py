@@ -32,7 +32,7 @@ class Turn(NamedTuple):
     """One round."""
 
     asked: int
-    """Tokens that the client adds to what was said before."""
+    """New prompt tokens of the round."""
     answered: int
 
 
@@ -40,7 +40,7 @@ Conversation = tuple[Turn, ...]
 
 
 def find_conversations(trace: Path | None, folder: Path | None) -> Path:
-    """The file that was named, or the ShareGPT lengths among the traces of a folder."""
+    """The named file, or the ShareGPT trace in a folder."""
     return find_trace(trace, folder, TRACE_GLOB, "the ShareGPT lengths")
 
 
@@ -61,7 +61,7 @@ def conversations_of(rows: Iterable[TracedRequest]) -> list[Conversation]:
 
 
 def _sampled(several: Sequence[T], count: int, seed: Sequence[int]) -> list[T]:
-    """`count` different ones, in random order."""
+    """`count` distinct items in random order."""
     if len(several) < count:
         raise BadWorkload(f"{count} sessions were asked for, and the trace has {len(several)} of several rounds")
     chosen = np.random.default_rng(seed).choice(len(several), size=count, replace=False)
@@ -70,19 +70,19 @@ def _sampled(several: Sequence[T], count: int, seed: Sequence[int]) -> list[T]:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedConversations:
-    """How many conversations are drawn, and what is made of their lengths."""
+    """Conversations drawn from a trace for the simulator, with scaled lengths."""
 
     count: int
     input_scale: float
-    """Factor on the length of what clients add; answers stay as long as in the file."""
+    """Factor on new prompt tokens; answers keep their length."""
     context_tokens: int
-    """A session ends before the round that would not fit."""
+    """A session ends before the first round that exceeds this."""
     max_tokens: int
-    """Declared by clients, unless the answer is longer."""
+    """`max_tokens` of each request, unless the answer is longer."""
     think_us: int = 0
 
     def drawn(self, conversations: Sequence[Conversation], seed: int) -> list[PlannedRequest]:
-        """Calls of `count` different conversations of more than one round, session after session."""
+        """Requests of `count` distinct conversations with more than one round, session by session."""
         several = [turns for turns in conversations if len(turns) > 1]
         chosen = _sampled(several, self.count, [seed, _CALLS])
         return [call for number, conversation in enumerate(chosen) for call in self._calls(number, conversation)]
@@ -105,7 +105,7 @@ class SimulatedConversations:
 
 @dataclass(frozen=True, slots=True)
 class ConversationLoad:
-    """Which conversations a real server is sent, and how they are cut to what a CPU can do."""
+    """Conversations for a real server, with lengths reduced for a CPU."""
 
     count: int = 78
     concurrency: int = 12

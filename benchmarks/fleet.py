@@ -53,7 +53,7 @@ class RunningFleet:
 async def fleet(
     served: Sequence[str], roles: Sequence[str], router: Sequence[str] = (), each: Sequence[str] = ()
 ) -> AsyncIterator[RunningFleet]:
-    """`served` is what router and instances are given alike: the model, or the executor that needs none."""
+    """Start a fleet. `served`: arguments of both router and instances: the model, or the scripted executor."""
     env = {"BATON_CLUSTER_KEY": secrets.token_hex(32), "BATON_LOG_LEVEL": "warning"}
     port, join_port = free_port(), free_port()
     async with AsyncExitStack() as running:
@@ -82,7 +82,7 @@ async def _until_joined(fleet: RunningFleet) -> None:
 
 
 async def _ready(http: aiohttp.ClientSession, url: str) -> int:
-    """Instances that serve, as the router sees it."""
+    """Number of ready instances, from the router."""
     try:
         async with http.get(f"{url}/v1/instances") as response:
             listed = msgspec.json.decode(await response.read(), type=_Instances).data

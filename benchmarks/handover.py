@@ -1,4 +1,4 @@
-"""How fast KV goes from one process to another, beside memcpy and a bare socket.
+"""Bandwidth of KV transfers between two processes, compared with memcpy and a bare socket.
 
 Both pools lie in memory that has been touched. Blocks are scattered in both, as in pools long in use; every layer of every
 block is a piece of its own, as when layers leave while a step computes. All of it is measured in turns within a round:
@@ -61,12 +61,12 @@ from benchmarks.runner import (
 
 MEMCPY, SOCKET = "memcpy", "socket"
 GOALS = {"shm": (MEMCPY, 0.80), "tcp": (SOCKET, 0.70)}
-"""Kind → what it is held against, and how much of it it should reach without checks."""
+"""Transfer kind → (reference, share of it to reach without checks)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelKv:
-    """Whose KV it could be."""
+    """KV sizes of a model."""
 
     name: str
     layers: int
@@ -81,11 +81,11 @@ MODELS = (
 
 
 class TransferFailed(MeasurementFailed):
-    """A transfer that was measured did not end well."""
+    """A measured transfer failed."""
 
 
 class TransferMeasured(msgspec.Struct, frozen=True):
-    """One thing that is measured."""
+    """A transfer kind, memcpy or socket, with or without checks."""
 
     name: str
     verified: bool = False
@@ -108,7 +108,7 @@ class ModelSpeeds(msgspec.Struct, frozen=True):
     total_bytes: int
     speeds: list[TransferSpeed]
     goals: dict[str, float]
-    """Kind → the share that it reached of what it is held against."""
+    """Transfer kind → measured share of its reference."""
 
 
 class HandoverReport(msgspec.Struct, frozen=True):
@@ -124,7 +124,7 @@ class _SenderProcess:
         self._process = process
 
     def ask(self, what: Order) -> Callable[[], Sent]:
-        """Give an order; call the result to wait for the answer."""
+        """Send an order; call the result to wait for the reply."""
         if self._process.stdin is None:
             raise TransferFailed("the sending process has no way in")
         self._process.stdin.write(msgspec.json.encode(what) + b"\n")
@@ -153,7 +153,7 @@ def _sender_process() -> Iterator[_SenderProcess]:
 
 
 class Transfers:
-    """Both pools of one model, and every way between them."""
+    """Source and target pools of one model, and the transfers between them."""
 
     def __init__(self, model: ModelKv, total_bytes: int, sender: _SenderProcess) -> None:
         self._sender = sender
@@ -169,7 +169,7 @@ class Transfers:
         begun()
 
     def measure(self, way: TransferMeasured) -> float:
-        """Seconds."""
+        """Seconds of one transfer."""
         match way.name:
             case "memcpy":
                 return self._memcpy_s()
@@ -209,7 +209,7 @@ class Transfers:
         receiver, events = self._receiver(way)
         self._requests += 1
         handover = Handover(PeerId("sender"), self._requests, 1)
-        self._memory.pool[:, 0] = 255  # something of every block must come
+        self._memory.pool[:, 0] = 255  # every block must arrive
         receiver.expect(handover, TOKEN, 0, self._targets)
         if not way.verified:
             receiver.verify(handover, b"")
@@ -246,7 +246,7 @@ def transfers_to_measure(kinds: Sequence[str]) -> list[TransferMeasured]:
 
 
 def run(total_bytes: int, rounds: int, progress: Progress, models: Sequence[ModelKv] = MODELS) -> HandoverReport:
-    """Everything, in turns."""
+    """Measure all models and transfers, in turns."""
     absent = {kind: reason for kind in KINDS if (reason := available(kind)) is not None}
     ways = transfers_to_measure([kind for kind in KINDS if kind not in absent])
     taking = Rounds(progress, rounds)

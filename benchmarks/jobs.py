@@ -26,7 +26,7 @@ STOP_S = 5.0
 
 
 class JobFailed(BatonError):
-    """A job came to no result; the message is what its process said."""
+    """A job failed; the message is the stderr of its process."""
 
 
 def cores() -> int:
@@ -37,7 +37,7 @@ def cores() -> int:
 def run_jobs(
     kind: str, jobs: Sequence[Job], result: type[Result], done: Callable[[Result], None], processes: int
 ) -> list[Result]:
-    """Every job's result; `done` is called with each as it comes, in this thread."""
+    """Results in the order of the jobs; `done` is called with each as it arrives, in this thread."""
     found: dict[int, Result] = {}
     todo: SimpleQueue[int | None] = SimpleQueue()
     news: SimpleQueue[tuple[int, bytes] | JobFailed] = SimpleQueue()
@@ -62,7 +62,7 @@ def run_jobs(
 
 
 class _JobProcess:
-    """One process, and the thread that feeds it."""
+    """One worker process and the thread that feeds it."""
 
     def __init__(self, kind: str) -> None:
         self._process = subprocess.Popen(
@@ -107,7 +107,7 @@ class _JobProcess:
             self._process.kill()
             self._process.wait()
         if self._thread is not None:
-            self._thread.join(STOP_S)  # what it read from is closed
+            self._thread.join(STOP_S)  # its pipe is closed, so it ends
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             if pipe is not None:
                 with contextlib.suppress(BrokenPipeError):
@@ -129,7 +129,7 @@ def job_runner(kind: str) -> Callable[[bytes], msgspec.Struct]:
 
 
 def main() -> None:
-    """A line of JSON in, a line of JSON out, until there are no more."""
+    """Read one job per line from stdin, write one result per line to stdout."""
     work = job_runner(sys.argv[1])
     for line in sys.stdin.buffer:
         sys.stdout.buffer.write(msgspec.json.encode(work(line)) + b"\n")

@@ -1,4 +1,4 @@
-"""How much of a prompt's KV has left before its prefill ends, and what that does to the time to the first token.
+"""Share of a prompt's KV sent before its prefill ends, and its effect on the time to the first token.
 
 An instance that prefills and one that decodes, each with the loop, worker and transfers that serve, on threads of one
 process; only the session between them is in memory. The one that prefills computes a real model; the one that decodes only
@@ -65,11 +65,11 @@ class OverlapMode(msgspec.Struct, frozen=True):
 
 class OverlapRun(msgspec.Struct, frozen=True):
     bytes_per_s: float | None
-    """Limit of the sender; None: unlimited."""
+    """Rate limit of the sender; None: unlimited."""
     prefill_s: float
     ttft_s: float
     left_share: float
-    """Of all bytes, those that were in the other pool when the prefill ended."""
+    """Share of bytes that had arrived in the other pool when the prefill ended."""
 
 
 class OverlapResult(msgspec.Struct, frozen=True):
@@ -94,11 +94,11 @@ class OverlapReport(msgspec.Struct, frozen=True):
 
 
 class _LoopEnded(Exception):
-    """Ends a loop."""
+    """Ends an engine loop."""
 
 
 class _SendAfterPrefill:
-    """Transfers that send nothing of a prompt before all of it is computed."""
+    """Delays all sends of a prompt until its prefill has ended."""
 
     def __init__(self, inner: KvTransfers) -> None:
         self._inner = inner
@@ -111,7 +111,7 @@ class _SendAfterPrefill:
             self._inner.carry_out(order)
 
     def layer_done(self, _step: int, _layer: int) -> None:
-        """Not before the prefill is over."""
+        """Ignored: nothing is sent by layer."""
 
     def step_done(self, step: int) -> None:
         over = [handover for handover, ships in self._ships.items() if ships[-1].last and (ships[-1].step or 0) <= step]
@@ -124,7 +124,7 @@ class _SendAfterPrefill:
 
 
 class _TimedExecutor:
-    """An executor, and when its steps ended."""
+    """An executor that records when steps with a first token ended."""
 
     def __init__(self, inner: Executor) -> None:
         self._inner = inner
@@ -132,7 +132,7 @@ class _TimedExecutor:
         self.on_layer: LayerDone | None = None
         self.arrived_bytes: Callable[[], int] = lambda: 0
         self.firsts: queue.SimpleQueue[tuple[float, int]] = queue.SimpleQueue()
-        """One for each step that yielded a first token: when it ended, and the bytes arrived by then."""
+        """(end time, bytes arrived by then) of each step that yielded a first token."""
 
     @property
     def kv(self) -> KvView:
@@ -152,7 +152,7 @@ class _TimedExecutor:
 
 
 class _Instance:
-    """One instance: its loop on a thread, and the way to the other side."""
+    """One instance: an engine loop on a thread, connected to the other instance in memory."""
 
     def __init__(self, role: Role, executor: Executor, step_tokens: int, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         shape = executor.shape
@@ -200,7 +200,7 @@ class _Instance:
             self.transfers.step_done(step)
 
     def call(self, addresses: tuple[str, ...]) -> None:
-        del addresses  # the two sides know each other
+        del addresses  # the two instances are connected already
 
     def traffic(self) -> PeerTraffic:
         return PeerTraffic({}, 0)
@@ -208,7 +208,7 @@ class _Instance:
 
 @dataclass
 class InstancePair:
-    """Both sides, and what is measured on them."""
+    """Both instances, and measurements on them."""
 
     prefill_side: _Instance
     decode_side: _Instance
@@ -285,7 +285,7 @@ def pair(folder: Path, dtype: str, prompt_tokens: int, step_tokens: int) -> Iter
 def run(
     folder: Path, dtype: str, kinds: list[str], prompt_tokens: int, step_tokens: int, rounds: int, progress: Progress
 ) -> OverlapReport:
-    """Interleaved: each throttled run follows the one whose production sets its limit, since machines drift."""
+    """Measure all modes, interleaved: each throttled run follows the run that sets its limit, since machines drift."""
     runs: dict[OverlapMode, list[OverlapRun]] = {}
 
     def measure(mode: OverlapMode, bytes_per_s: float | None) -> OverlapRun:
@@ -307,7 +307,7 @@ def run(
 
 
 RUNS_A_ROUND = 5
-"""For each kind."""
+"""Runs per round and kind."""
 
 
 def show(console: Console, report: OverlapReport) -> None:

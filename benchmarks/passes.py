@@ -89,16 +89,16 @@ class PassKind(StrEnum):
 class PassOptions:
     rounds: int = 5
     steps: int = 1000
-    """Timed, in each run."""
+    """Timed steps of each run."""
     warm_up: int = 200
     rows: int = 128
-    """Requests that run at once at most."""
+    """Most requests that run at once."""
     clients: int = 256
-    """Requests that are open."""
+    """Open requests."""
     prompt_tokens: int = 256
     answer_tokens: int = 256
     prompts: int = 256
-    """Different ones."""
+    """Number of distinct prompts."""
     pool_blocks: int = 2560
     host_rows: int = 2560
     block_size: int = 16
@@ -139,11 +139,11 @@ class PassReport(Report, kw_only=True):
     runs: list[PassRun]
 
     def of(self, kind: PassKind) -> list[PassRun]:
-        """By round."""
+        """Runs of one kind, by round."""
         return [run for run in self.runs if run.kind is kind]
 
     def ratios(self, kind: PassKind, part: str, which: str) -> Spread:
-        """Over what it is without a store, in the same round."""
+        """Time ÷ that without a store in the same round."""
         pairs = zip(self.of(kind), self.of(PassKind.NONE), strict=True)
         return Spread.of([value(run, part, which) / value(without, part, which) for run, without in pairs])
 
@@ -161,7 +161,7 @@ class PassTimer:
     plan_us: list[float] = field(default_factory=list)
     settle_us: list[float] = field(default_factory=list)
     in_all_us: list[float] = field(default_factory=list)
-    """One a step."""
+    """One value per step."""
     _open_us: float = 0.0
     """Cost so far of the step that is planned next."""
 
@@ -179,7 +179,7 @@ class PassTimer:
 
 
 class TimedWorker(Worker):
-    """Also counts the requests that have ended."""
+    """A Worker that times each call and counts ended requests."""
 
     def __init__(self, config: WorkerConfig, prefix: PrefixIndex) -> None:
         super().__init__(config, prefix)
@@ -234,7 +234,7 @@ class PassEngine:
         self._sent = 0
 
     def go_on(self, steps: int) -> None:
-        """Until so many more steps were planned."""
+        """Run until `steps` more steps were planned."""
         meter, until_s = self.worker.meter, time.perf_counter() + RUN_LIMIT_S
         upto = len(meter.plan_us) + steps
         while len(meter.plan_us) < upto:
@@ -245,7 +245,7 @@ class PassEngine:
             self._read()
 
     def close(self) -> None:
-        """Everything that is open ends first: threads that work on a step have somebody to tell it to."""
+        """End all requests first, so that threads working on a step can report it."""
         self.worker.handle(FrontEndLost(), monotonic_us())
         while self.worker.scheduler.in_flight:
             self._loop.turn()
@@ -282,7 +282,7 @@ def _config(options: PassOptions, has_store: bool) -> WorkerConfig:
 
 
 def store_of(kind: PassKind, folder: str) -> Store | None:
-    """An empty one."""
+    """An empty store."""
     if kind is PassKind.NONE:
         return None
     store = open_store(f"file:{folder}")
@@ -351,7 +351,7 @@ def _times(spent_us: list[float]) -> PassTimes:
 
 
 def measure(options: PassOptions, progress: Progress) -> PassReport:
-    """Every kind once a round, in turns."""
+    """Measure every kind once a round, in turns."""
     runs: list[PassRun] = []
     for number, kind in alternating(list(PassKind), options.rounds):
         what = f"round {number + 1} of {options.rounds}, {kind}"
@@ -405,7 +405,7 @@ def passes(
 
 @contextlib.contextmanager
 def _errors_only(logger: str) -> Iterator[None]:
-    """That logger tells when a store begins to fail, which two of these do."""
+    """Hide warnings of that logger, which reports failing stores; two of these fail on purpose."""
     ours = logging.getLogger(logger)
     before = ours.level
     ours.setLevel(logging.ERROR)
@@ -422,7 +422,7 @@ def _sized(options: PassOptions, rows: int) -> PassOptions:
 
 
 LIMITS = {"p50": 1.10, "p99": 1.50}
-"""The most that a store may cost a pass, as a factor."""
+"""Largest allowed ratio to the time without a store."""
 COUNTED: dict[str, Callable[[PassRun], float]] = {
     "preempted": lambda run: run.preemptions,
     "blocks saved": lambda run: run.saved,

@@ -1,4 +1,4 @@
-"""The cost of each rule of reservation and each order of victims, on the lengths of a real trace.
+"""Compares reservation and victim policies on the lengths of a real trace.
 
 Owns the load, the runs and what is said of them. Each client declares a `max_tokens` that is larger than what it will
 generate, as clients do, so the scheduler must guess; and the pool holds only a share of what the slots could use, so guesses
@@ -37,14 +37,14 @@ SCHEMA = 2
 STEP_TIMES = "h200-8b"
 CONTEXT_TOKENS = 8192
 UNTIMED_PER_S = 5.0
-"""Arrivals of a trace without times, before `speed`."""
+"""Arrival rate for a trace without times, before `speed`."""
 TRACE_GLOB = "AzureLLMInferenceTrace*conv*.csv*"
 LOOK_EVERY_US = 10_000
-"""About as long as a step takes: the pool hardly changes in between."""
+"""Sampling interval of the pool; about the time of a step."""
 LOOKS_MAX = 200_000
-"""While requests arrive; at a speed that makes days of minutes there is less to see in each."""
+"""Most samples while requests arrive."""
 NETWORK_US = 100
-"""From clients to the instance; as long back."""
+"""One-way network latency."""
 POOL_SAMPLES_MAX = 4000
 
 
@@ -57,9 +57,9 @@ class PolicyOptions:
     pool_share: float = 0.4
     """Blocks of the pool ÷ blocks that all slots would fill with answered requests of mean length."""
     max_tokens: int = 1024
-    """Declared by every client, unless it will generate more."""
+    """`max_tokens` of every request, unless its answer is longer."""
     speed: float = 5.0
-    """Arrivals of the trace, so many times as fast."""
+    """Factor on the trace's arrival rate."""
     block_size: int = 16
 
 
@@ -69,18 +69,18 @@ class PolicyRun(msgspec.Struct, frozen=True):
     preemptions: int
     recomputed_tokens: int
     recomputed_share: float
-    """Of all tokens whose KV was computed."""
+    """Recomputed share of all computed tokens."""
     finish_s: float
     output_tokens_per_s: float
     ttft_mean_s: float
     ttft_p99_s: float
     pool_use: float
-    """Mean share of the pool that requests hold while others wait."""
+    """Mean share of the pool held by requests while others wait."""
     steps: int
 
 
 class PoolUse(msgspec.Struct, frozen=True):
-    """The first seed's run over time."""
+    """Pool use over time, of the first seed."""
 
     policy: str
     at_s: list[float]
@@ -92,11 +92,11 @@ class PolicyReport(msgspec.Struct, frozen=True):
     trace: str
     requests: int
     skipped: int
-    """Traced requests that do not fit the context."""
+    """Traced requests left out because they do not fit the context."""
     pool_blocks: int
     settings: dict[str, str | int | float]
     step_times: str
-    """Name of the model that says how long a step takes."""
+    """Name of the step-time model."""
     runs: list[PolicyRun]
     pool: list[PoolUse]
 
@@ -169,7 +169,7 @@ def _config(options: PolicyOptions, requests: Sequence[TracedRequest]) -> Worker
     blocks = round(options.pool_share * options.slots * mean_tokens / options.block_size)
     return WorkerConfig(
         slots=options.slots,
-        # A request may declare as much as the context holds, and must fit when it is alone.
+        # A request may declare the whole context, and must fit into the pool when it is alone.
         blocks=max(blocks, CONTEXT_TOKENS // options.block_size),
         block_size=options.block_size,
         context_tokens=CONTEXT_TOKENS,
@@ -227,14 +227,14 @@ def _describe(record: RunRecord) -> PolicyRun:
 
 
 def _ttft_us(journey: RequestRecord) -> int:
-    """A policy that loses or refuses requests would look quick, so one that was not answered fails the run."""
+    """Time to first token; an unanswered request fails the run, since losing requests would look fast."""
     if journey.ttft_us is None or journey.outcome not in (RequestOutcome.STOP, RequestOutcome.LENGTH):
         raise RunFailed(f"request {journey.index} ended as {journey.outcome}")
     return journey.ttft_us
 
 
 def _mean_use(record: RunRecord) -> float:
-    """Room that nobody waits for is not wasted and does not count."""
+    """Mean pool use over samples in which requests wait."""
     shares = [_share(look, record) for look in record.looks if look.waiting]
     return sum(shares) / max(1, len(shares))
 
@@ -246,7 +246,7 @@ def _pool_use(record: RunRecord) -> PoolUse:
 
 
 def _share(look: InstanceSample, record: RunRecord) -> float:
-    """Of the pool, what requests hold; what is merely cached does not count."""
+    """Share of the pool held by requests, without cached blocks."""
     return look.running_blocks / record.pool_blocks
 
 
@@ -339,7 +339,7 @@ COLUMNS: Columns[Sequence[PolicyRun]] = (
 
 
 def draw_pool(report: PolicyReport, path: Path) -> None:
-    """How full each policy keeps the pool, one panel below the other on one time axis."""
+    """Plot the pool use of each policy, one panel each, on a common time axis."""
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

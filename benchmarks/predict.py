@@ -1,4 +1,4 @@
-"""Does the simulator tell the truth? The same loads on a real server and in virtual time.
+"""Accuracy of the simulator: the same loads on a real server and in virtual time.
 
 Owns the server's settings, which both sides get, the order of things and the verdict. Step times are measured in the same
 run, between the loads, because a machine is not the same from hour to hour: a load is predicted from the walks of the grid
@@ -85,7 +85,7 @@ class PredictOptions:
     seed: int = 0
     look_s: float = 1.0
     patience_s: float = 120.0
-    """How long to wait in all for others to leave the machine, and to repeat runs that they came into."""
+    """Total seconds for waiting until other load is gone, and for repeating disturbed runs."""
 
 
 class TimesSource(Protocol):
@@ -103,7 +103,7 @@ class TimesSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GivenTimes:
-    """One model, whatever the machine does meanwhile."""
+    """A fixed step-time model."""
 
     model: StepTimes
 
@@ -112,14 +112,14 @@ class GivenTimes:
         return f"step times {self.model.name}: {self.model.file.measured_on}"
 
     def look(self) -> None:
-        """Nothing to see."""
+        """No-op."""
 
     def times(self, look: int) -> StepTimes:  # noqa: ARG002  the same for all
         return self.model
 
 
 class SurveyedTimes:
-    """Walks a grid at each look; the two walks beside a run make its model."""
+    """Measures the grid at each look; a run's model is made from the walks before and after it."""
 
     def __init__(self, walk: Callable[[], list[Visited]], sizes: ModelSizes, host_costs_us: tuple[float, float]) -> None:
         self._walk = walk
@@ -153,7 +153,7 @@ def settings_of(model_folder: str, loads: Sequence[ServingLoad], blocks: int = B
 
 
 def config_of(settings: EngineSettings) -> WorkerConfig:
-    """The server's, without its executor: everything that the executor could choose is in the settings."""
+    """The server's WorkerConfig, without an executor: the settings contain every choice of the executor."""
     shape = ExecutorShape(
         settings.slots, settings.blocks or BLOCKS, settings.block_size, settings.context_tokens or CONTEXT_TOKENS
     )
@@ -161,7 +161,7 @@ def config_of(settings: EngineSettings) -> WorkerConfig:
 
 
 def command_of(settings: EngineSettings) -> ServerCommand:
-    """Said in full, since a flag goes before whatever the environment says."""
+    """Command of the server with all flags, which override the environment."""
     flags = {
         "--dtype": settings.dtype, "--max-model-len": settings.context_tokens, "--max-num-seqs": settings.slots,
         "--max-num-batched-tokens": settings.step_tokens, "--block-size": settings.block_size,
@@ -175,11 +175,11 @@ def command_of(settings: EngineSettings) -> ServerCommand:
 class Figures(msgspec.Struct, frozen=True):
     tokens_per_s: float
     ttft_ms: float
-    """Mean."""
+    """Mean time to first token."""
 
 
 class PredictedRun(msgspec.Struct, frozen=True):
-    """One load, once."""
+    """One run of one load."""
 
     repetition: int
     real: Figures
@@ -193,7 +193,7 @@ class Prediction(msgspec.Struct, frozen=True):
     """Time of a request from its client to the engine."""
     runs: list[PredictedRun]
     speed: Spread
-    """Simulated ÷ real, run by run."""
+    """Simulated ÷ real speed, run by run."""
     ttft: Spread
     holds: bool
 
@@ -218,7 +218,7 @@ class _Measurements:
     load: ServingLoad
     repetition: int
     look: int
-    """The last one before it."""
+    """Number of the last look before the run."""
     figures: Figures
     other_load: OtherLoad
 
@@ -235,7 +235,7 @@ class Predict:
         clock_s: Callable[[], float] = perf_counter,
         look_around: Callable[[float], OtherLoad] = other_load,
     ) -> None:
-        """`admission_us` is what a request costs before the engine has it, load by load."""
+        """`admission_us`: time of a request before it reaches the engine, by load."""
         self._options = options
         self._side = side
         self._config = config
@@ -243,7 +243,7 @@ class Predict:
         self._admission_us = dict(zip(options.loads, admission_us, strict=True))
         self._progress = progress
         self._seeds = count(options.seed)
-        """Another one for all that is ever sent: two loads of one seed begin with the same tokens."""
+        """A new seed for every run, since two loads of one seed begin with the same tokens."""
         self._clock_s = clock_s
         self._other_load = look_around
         self._patience_s = options.patience_s
@@ -269,7 +269,7 @@ class Predict:
 
     def _real(self, turns: ServersInTurn, serving: RunningServer) -> None:
         options = self._options
-        for load in options.loads:  # its sizes, once: the first step of a size sets up what later ones reuse
+        for load in options.loads:  # warm-up: the first step of a size allocates buffers that later ones reuse
             self._progress.doing(f"warming up: {load.name}")
             turns.run(serving, replace(load, output_tokens=WARM_UP_TOKENS), next(self._seeds))
         for repetition, load in alternating(options.loads, options.repetitions):
@@ -338,7 +338,7 @@ class Predict:
 
 
 def simulated_figures(load: ServingLoad, config: WorkerConfig, times: StepTimes, admission_us: float) -> Figures:
-    """The same load in virtual time: as many clients as requests, each with one, as the load generator has them."""
+    """The same load in virtual time: one client per request, as in the load generator."""
     call = PlannedRequest(None, load.input_tokens, load.output_tokens, load.output_tokens)
     spec = RunSpec(
         load.name, 1, config, times, [call] * load.requests, concurrency=load.requests, host_us=round(admission_us),
@@ -450,7 +450,7 @@ def _surveyed(settings: EngineSettings, progress: Progress) -> Iterator[TimesSou
 
 
 def _two_places(value: float) -> str:
-    """For a ratio near 1."""
+    """Two decimals, for a ratio near 1."""
     return f"{value:.2f}"
 
 

@@ -1,4 +1,4 @@
-"""The short path of an instance that only prefills, beside the general one, same sessions.
+"""Compares the short prefill path of a prefill instance with the general one on the same sessions.
 
 Owns the load, the charge and the comparison. One giver and three takers of a machine that is a roofline of the model for
 which such a path was first reported; 39 clients go through 78 conversations of several rounds, each with all that was said
@@ -12,7 +12,7 @@ What a path costs, and how it is charged:
                  it, so this overstates what a cheaper pass can save
     a step       the roofline
     blocks, order, waiting: the schedulers themselves, nothing is charged for them
-    KV           as `sim.lanes` says
+    KV           as in `sim.timed_transfers`
 
 A third run shows what it would take: the general path with so much time lost in each of the giver's passes that the short
 path gains in total time what was reported. How much that is says what the original's general path must have lost, whatever
@@ -58,7 +58,7 @@ STEP_TOKENS = 8192
 SLOTS = 64
 MAX_TOKENS = 1024
 DEADLINE_US = 3_600_000_000
-"""Hand-overs may take as long as they must: the load makes clients wait for minutes."""
+"""No effective deadline for hand-overs, since this load makes clients wait for minutes."""
 INPUT_SCALE = 120.0
 GIVER_BLOCKS = 12_000
 """Of 64 tokens. With these two the general path's mean wait is near the reported 29.4 s: a pool with room for the machine's
@@ -72,7 +72,7 @@ class PathKind(StrEnum):
     GENERAL = "general"
     SHORT = "short"
     LOSSY = "lossy"
-    """The general path, which loses time in each pass."""
+    """The general path with time lost in each pass."""
 
     @property
     def path(self) -> PrefillPath:
@@ -83,7 +83,7 @@ PATHS = (PathKind.GENERAL, PathKind.SHORT)
 
 
 class PublishedFigure(msgspec.Struct, frozen=True):
-    """One figure of the original, before and after."""
+    """One published figure, before and after."""
 
     general: float
     short: float
@@ -111,7 +111,7 @@ class PathOptions(msgspec.Struct, frozen=True):
     think_s: float = 0.0
     lane_gbytes_per_s: float = LANE_GBYTES_PER_S
     giver_blocks: int = GIVER_BLOCKS
-    """Pool of the one that prefills; the others have what the machine has room for."""
+    """Pool of the prefill instance; the decode instances have as many blocks as fit."""
 
 
 class PathJob(msgspec.Struct, frozen=True):
@@ -121,13 +121,13 @@ class PathJob(msgspec.Struct, frozen=True):
     kind: PathKind
     seed: int
     pass_us: float = 0.0
-    """Charged for each step of the giver, time that it loses included."""
+    """Time added to each step of the prefill instance, lost time included."""
     metered: bool = False
-    """Whether to take the CPU time of the giver's passes."""
+    """Whether to measure the CPU time of the prefill instance's passes."""
 
 
 class PathWaits(msgspec.Struct, frozen=True):
-    """Mean seconds of a client's wait for its first token, by where they went."""
+    """Mean wait for the first token in seconds, by phase."""
 
     queue_s: float
     prefill_s: float
@@ -136,13 +136,13 @@ class PathWaits(msgspec.Struct, frozen=True):
 
 
 class PathPasses(msgspec.Struct, frozen=True):
-    """CPU time of the giver's worker."""
+    """CPU time of the prefill instance's worker."""
 
     passes: int
     plan_us: float
-    """A pass that planned a step."""
+    """Mean time of a pass that planned a step."""
     settle_us: float
-    """A step."""
+    """Mean time of settling a step."""
     idle_passes: int
     """Passes that planned nothing."""
 
@@ -159,19 +159,19 @@ class PathRun(msgspec.Struct, frozen=True):
     ttft_s: ValueDistribution
     tpot_ms: ValueDistribution
     tokens_per_s: float
-    """Output tokens a simulated second."""
+    """Output tokens per simulated second."""
     wait: PathWaits
     giver_busy: float
     giver_held_peak: float
-    """Share of the giver's pool that requests held at most: below 1, none of them waited for blocks."""
+    """Largest share of the prefill pool held by requests; below 1, none waited for blocks."""
     giver_steps: int
     charged_s: float
-    """Passes of the giver, in all."""
+    """Total time charged for the prefill instance's passes."""
     takers_busy: float
     computed_tokens: int
-    """Of prompts."""
+    """Computed prompt tokens."""
     cached_share: float
-    """Of prompt tokens, at whoever prefilled."""
+    """Share of prompt tokens cached on the instance that prefilled."""
     handovers: int
     refused: int
     failed: int
@@ -193,18 +193,18 @@ class PathReport(msgspec.Struct, frozen=True):
     trace: str
     settings: dict[str, str | int | float]
     passes: dict[PathKind, list[PathPasses]]
-    """One a measurement."""
+    """One entry per measurement."""
     lost_us: float
-    """By the lossy one in each pass."""
+    """Time lost by the lossy path in each pass."""
     reported: dict[str, PublishedFigure]
     runs: list[PathRun]
 
     def of(self, kind: PathKind) -> list[PathRun]:
-        """By seed."""
+        """Runs of one kind, by seed."""
         return sorted((run for run in self.runs if run.kind is kind), key=lambda run: run.seed)
 
     def changes(self, name: str, before: PathKind) -> list[float]:
-        """The short path against another one, seed by seed: the sessions are the same."""
+        """Relative change from another path to the short one, by seed."""
         pairs = zip(self.of(before), self.of(PathKind.SHORT), strict=True)
         return [short.figure(name) / other.figure(name) - 1.0 for other, short in pairs]
 
@@ -215,7 +215,7 @@ class PathReport(msgspec.Struct, frozen=True):
 class Paths:
     def __init__(self, options: PathOptions) -> None:
         self._options = options
-        spec_of(PathJob(options, PathKind.SHORT, 0))  # complains now rather than later
+        spec_of(PathJob(options, PathKind.SHORT, 0))  # raises now rather than later
 
     @property
     def runs(self) -> int:
@@ -235,7 +235,7 @@ class Paths:
         return self._report(passes, lost_us, runs)
 
     def _meter(self, progress: Progress) -> dict[PathKind, list[PathRun]]:
-        """Both paths in turns, in this process, on the sessions of seed 0."""
+        """Measure both paths in turns, in this process, on the sessions of seed 0."""
         found: dict[PathKind, list[PathRun]] = {kind: [] for kind in PATHS}
         for _, kind in alternating(PATHS, METER_ROUNDS):
             progress.doing(f"timing passes, {kind} path")
@@ -244,7 +244,7 @@ class Paths:
         return found
 
     def _lost_us(self, without: PathRun, pass_us: float) -> float:
-        """A pass, so that without it the total time is less by as much as was reported; from one trial, on seed 0."""
+        """Time per pass whose removal reduces the total time as published; from one trial on seed 0."""
         reported = REPORTED["total_s"]
         wanted = reported.general / reported.short - 1.0
         guess_us = wanted * without.total_s * 1e6 / without.giver_steps
@@ -280,7 +280,7 @@ class Paths:
 
 @dataclass(frozen=True, slots=True)
 class ChargedStepTimes:
-    """Step times of an engine whose passes are not hidden."""
+    """Step times plus the time of a pass."""
 
     times: StepTimeModel
     pass_us: float
@@ -517,7 +517,7 @@ def explained(report: PathReport) -> Iterator[str]:
 
 
 def _verdict(report: PathReport) -> Iterator[str]:
-    """How our two paths differ, and how the original's must have differed."""
+    """Explain the difference of the two paths, here and in the published figures."""
     general, short = report.of(PathKind.GENERAL), report.of(PathKind.SHORT)
     more = sum(run.giver_steps for run in general) - sum(run.giver_steps for run in short)
     saved_ms = (report.pass_us(PathKind.GENERAL) - report.pass_us(PathKind.SHORT)) / 1e3

@@ -62,7 +62,7 @@ from benchmarks.servers import (
 SHARES = (1.0, 0.5, 0.25)
 PREEMPTIONS = {OURS: "baton_num_preemptions_total", PEER: "vllm:num_preemptions_total"}
 OWN_BLOCKS_OF_PEER = 1
-"""vLLM keeps one block of its pool as a placeholder; with one more it has as many to use as we have."""
+"""vLLM reserves one block of its pool as a placeholder, so it gets one more."""
 LOAD = ServingLoad(64, 128, 192)
 
 
@@ -79,23 +79,23 @@ class PressureOptions:
 
     @property
     def shape(self) -> ServerShape:
-        """A sequence may not be longer than the smallest pool, so that all servers are told the same."""
+        """Settings of all servers; a sequence may not be longer than the smallest pool."""
         whole = ServerShape(self.model, max_num_seqs=self.load.requests)
         return replace(whole, max_model_len=min(whole.max_model_len, min(self.pools) * whole.block_size))
 
     @property
     def pools(self) -> tuple[int, ...]:
-        """Blocks, from what the whole load fills downwards; none smaller than one request."""
+        """Pool sizes in blocks, from the whole load downwards; none smaller than one request."""
         each = -(-(self.load.input_tokens + self.load.output_tokens) // ServerShape(self.model).block_size)
         return tuple(max(each, round(share * each * self.load.requests)) for share in SHARES)
 
 
 @dataclass(frozen=True, slots=True)
 class PooledServer:
-    """A side with a pool."""
+    """A server with one pool size."""
 
     name: str
-    """Whose it is: ours or the peer's."""
+    """OURS or PEER."""
     pool_blocks: int
     side: ServerCommand
 
@@ -105,16 +105,16 @@ class PoolPoint(msgspec.Struct):
 
     pool_blocks: int
     share: float
-    """Of what the load fills."""
+    """Pool ÷ blocks that the load fills."""
     speed: ComparisonRow
     ours_preemptions: list[int | None] = []
-    """Run by run, as `speed.ours`; None where the server does not tell."""
+    """By run, as `speed.ours`; None when the server has no such counter."""
     peer_preemptions: list[int | None] = []
     ours_of_own: Spread | None = None
-    """Speed ÷ the same side's with room for all, pair by pair."""
+    """Speed ÷ the same side's with the largest pool, pair by pair."""
     peer_of_own: Spread | None = None
     ratio: Spread | None = None
-    """Ours ÷ the peer's."""
+    """Baton ÷ peer."""
 
     def preemptions(self, side: str) -> list[int | None]:
         return self.ours_preemptions if side == OURS else self.peer_preemptions
@@ -128,7 +128,7 @@ class PressureReport(ServerReport, kw_only=True):
 
 
 def pooled_servers(options: PressureOptions) -> list[PooledServer]:
-    """Ours, and the peer's where there is one, for each pool."""
+    """Baton and, if configured, the peer, for each pool."""
     contenders = []
     for blocks in options.pools:
         ours = our_command(options.shape, f"--kv-blocks {blocks} {options.our_args}")
@@ -168,7 +168,7 @@ class Pressure:
         return self._options.pairs * len(self._contenders)
 
     def run(self) -> PressureReport:
-        """A failure ends the measurements; what was measured before it is still reported."""
+        """Measure and report. A failure ends the measurements; earlier ones are still reported."""
         with failures_noted(self._failures, self._progress), contextlib.ExitStack() as stack:
             servers = start_servers(stack, [each.side for each in self._contenders], self._progress)
             turns, self._idle = servers_in_turn(servers, self._progress, self._options.seed + WARM_UP_SEED)
@@ -186,9 +186,9 @@ class Pressure:
     def _taken(
         self, turns: ServersInTurn, serving: RunningServer, name: str, pair: int, yielded: list[int | None]
     ) -> tuple[float, str]:
-        """One run of a server: its speed, and how many requests yielded meanwhile."""
+        """One run of a server: its speed and its preemptions."""
         before = _preemptions(serving, name)
-        # Another seed for each pair: equal work on both sides, and nothing of it in any cache.
+        # Another seed for each pair: equal work on both sides, and nothing cached.
         result = turns.run(serving, self._options.load, self._options.seed + 1 + pair)
         after = _preemptions(serving, name)
         yielded.append(None if before is None or after is None else after - before)

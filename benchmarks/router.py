@@ -42,7 +42,7 @@ PEER_LIMIT_S = 60.0
 class RoutedLoad:
     concurrency: int = 64
     requests: int = 384
-    """A round, of each way."""
+    """Requests per round and path."""
     input_tokens: int = 64
     output_tokens: int = 96
     step_ms: float = 20.0
@@ -51,14 +51,14 @@ class RoutedLoad:
 
 
 class RoutedPath(msgspec.Struct):
-    """Everything seen of one way; times in seconds."""
+    """Measurements of one path; times in seconds."""
 
     name: str
     ttft_s: list[float] = msgspec.field(default_factory=list)
     tokens: int = 0
     events: int = 0
     cpu_s: float = 0.0
-    """Of what stands between; 0 where nothing does."""
+    """CPU time of the router; 0 for the direct path."""
 
     @property
     def p50_ms(self) -> float:
@@ -110,7 +110,7 @@ async def _load_once(load: RoutedLoad, way: RoutedPath, urls: Sequence[str], bet
         for record in run.records:
             if record.error is not None or record.ttft_s is None:
                 raise MeasurementFailed(f"{way.name}: {record.error} {record.error_message}")
-            if record.session >= load.concurrency // len(urls):  # the first come all at once, as clients do not
+            if record.session >= load.concurrency // len(urls):  # the first requests arrive all at once and are not counted
                 way.ttft_s.append(record.ttft_s)
             way.tokens += record.output_tokens
             way.events += record.events
@@ -128,7 +128,7 @@ async def _half(load: RoutedLoad, url: str, parts: int, seed: int) -> RunResult:
 
 
 def _sessions(load: RoutedLoad, count: int) -> Iterator[BenchSession]:
-    """Answers between half and one and a half times as long: equal ones would end together, and the next come together."""
+    """Answer lengths vary by ±50 %: equal ones would end together, and the next would start together."""
     for index in range(count):
         share = (index * 0.618034) % 1.0
         yield BenchSession(index, (Round(load.input_tokens, max(1, round(load.output_tokens * (0.5 + share)))),))
@@ -136,7 +136,7 @@ def _sessions(load: RoutedLoad, count: int) -> Iterator[BenchSession]:
 
 @contextlib.asynccontextmanager
 async def _peer(command: str | None, urls: Sequence[str]) -> AsyncIterator[tuple[Child, str] | None]:
-    """Another router in front of the same instances, where one was named."""
+    """Another router in front of the same instances, if configured."""
     if command is None:
         yield None
         return

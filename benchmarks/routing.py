@@ -42,7 +42,7 @@ from benchmarks.runner import Columns, Experiment, MeasurementFailed, Progress, 
 MODELLED = "h200-8b"
 MODELLED_CLIENTS = 39
 MODELLED_SCALE = 8.0
-"""Factor on the length of prompts in virtual time: documents beside questions."""
+"""Factor on prompt lengths in virtual time."""
 
 
 class RoutingRun(msgspec.Struct):
@@ -63,9 +63,9 @@ class RoutingReport(msgspec.Struct):
     load: ConversationLoad = msgspec.field(name="talks")
     instances: int
     runs: list[RoutingRun]
-    """Here, on this machine."""
+    """Measured on this machine."""
     modelled: list[RoutingRun]
-    """In virtual time, on as many modelled GPUs, with the conversations as long as they were."""
+    """In virtual time, on the same number of modelled GPUs, with full conversation lengths."""
 
 
 async def measure(
@@ -117,7 +117,7 @@ def modelled(
     conversations: Sequence[Conversation],
     progress: Progress,
 ) -> list[RoutingRun]:
-    """The same router in front of the same schedulers, with machines that are only modelled."""
+    """Run the same policies in virtual time, with the real router and schedulers on modelled machines."""
     times = load_step_times(MODELLED)
     config = WorkerConfig(
         slots=256, blocks=blocks_of(times, None, 16), context_tokens=32_768, step_tokens=8192, waiting_max=load.count

@@ -46,15 +46,15 @@ ABSENT = "–"
 
 
 class MeasurementFailed(Exception):
-    """A run gave no number that means anything; the message says why."""
+    """A run gave no valid measurement; the message says why."""
 
 
 class BadOptions(Exception):
-    """The command cannot be carried out as it was given; the message says why."""
+    """Invalid options; the message says why."""
 
 
 class NoTrace(BadOptions):
-    """There is no trace to take a load from; the message says how to name one."""
+    """No trace found; the message says how to name one."""
 
 
 WRONG_COMMAND = (
@@ -68,14 +68,14 @@ FAILED = (BatonError, ChildFailed, MeasurementFailed)
 
 @dataclass(slots=True)
 class Progress:
-    """How an experiment talks while it works."""
+    """Callbacks for the progress of an experiment."""
 
     say: Callable[[str], None]
-    """Prints a line."""
+    """Print a line."""
     doing: Callable[[str], None]
-    """Shows what is going on now."""
+    """Show the current activity."""
     done: Callable[[], None]
-    """Counts one more measurement."""
+    """Count one more measurement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Experiment(Generic[R]):
     """A prepared experiment."""
 
     measurements: int | None
-    """How many will be taken if all goes well; None where that is not known beforehand."""
+    """Number of planned measurements; None when not known beforehand."""
     run: Callable[[], R]
 
 
@@ -118,7 +118,7 @@ def model_folder(model: str, progress: Progress) -> Path:
 
 
 def find_trace(trace: Path | None, folder: Path | None, glob: str, what: str) -> Path:
-    """The trace that was named, or the first of that pattern in a folder of traces."""
+    """The named trace, or the first file in `folder` that matches `glob`."""
     if trace is not None:
         return trace
     found = sorted(folder.glob(glob)) if folder is not None else []
@@ -142,7 +142,7 @@ def failures_noted(failures: list[str], progress: Progress) -> Iterator[None]:
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """One side in one round."""
+    """One measurement of one side in one round."""
 
     pair: int
     """The round, from 0."""
@@ -155,13 +155,13 @@ class Measured(msgspec.Struct, frozen=True):
 class MeasuredSide:
     name: str
     take: Callable[[int], tuple[float, str]]
-    """The measurement of a round: its value, and what else to say of it."""
+    """Measure in this round: (value, detail for the log)."""
     values: list[Measured]
     """Measurements are appended here."""
 
 
 def alternating(sides: Sequence[T], rounds: int) -> Iterator[tuple[int, T]]:
-    """Each side once a round; every other round goes through them backwards."""
+    """(round, side) for each side once a round; every other round is in reverse order."""
     for number in range(rounds):
         for side in sides if number % 2 == 0 else sides[::-1]:
             yield number, side
@@ -169,17 +169,17 @@ def alternating(sides: Sequence[T], rounds: int) -> Iterator[tuple[int, T]]:
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """How often each side is measured, and who is told of it."""
+    """Measures sides in rounds and reports progress."""
 
     progress: Progress
     count: int
     look_s: float = 1.0
-    """How long the machine is watched before each measurement."""
+    """Seconds for which other load is sampled before each measurement."""
     loads: list[OtherLoad] = field(default_factory=list)
-    """Load by other processes, in the order of the looks."""
+    """Samples of the load by other processes."""
 
     def measure(self, name: str, unit: str, side: str, number: int, take: Callable[[], tuple[float, str]]) -> Measured:
-        """Look at the machine, take one measurement of that round and say what came out."""
+        """Sample other load, take one measurement and print it."""
         what = f"{name}: round {number + 1} of {self.count}, {side}"
         self.progress.doing(what)
         load = self.look()
@@ -195,7 +195,7 @@ class Rounds:
             side.values.append(self.measure(name, unit, side.name, number, partial(side.take, number)))
 
     def repeat(self, about: str, sides: Mapping[str, Callable[[], V]]) -> dict[str, list[V]]:
-        """Warm each side up, then measure each once a round; the machine is watched before each round."""
+        """Warm up each side, then measure each once a round; other load is sampled before each round."""
         taken: dict[str, list[V]] = {name: [] for name in sides}
         for name, take in sides.items():
             self.progress.doing(f"{about}: warming up {name}")
@@ -225,7 +225,7 @@ def now() -> str:
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """The first fields of the JSON file of every measurement on this machine."""
+    """Common first fields of JSON reports."""
 
     schema: int = 1
     made: str = msgspec.field(default_factory=now)
@@ -245,7 +245,7 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 def ratio_of(ours: Sequence[Measured], others: Sequence[Measured]) -> Spread | None:
-    """Each value over the other of the same round; None without a complete pair."""
+    """Ratios within each round; None without a complete pair."""
     by_round = {measured.pair: measured.value for measured in others}
     pairs = [measured.value / by_round[measured.pair] for measured in ours if by_round.get(measured.pair)]
     return Spread.of(pairs) if pairs else None
@@ -257,7 +257,7 @@ def median_ratio(values: Sequence[float], of: Sequence[float]) -> float:
 
 
 def notes_on_other_load(loads: Sequence[OtherLoad]) -> list[str]:
-    """A warning where others were busy when measurements began."""
+    """A warning if other processes were busy when measurements began."""
     busy = sum(load.busy_cores > OTHERS_CORES_MAX for load in loads)
     if not busy:
         return []
@@ -271,11 +271,11 @@ def notes_on_other_load(loads: Sequence[OtherLoad]) -> list[str]:
 
 
 Columns = Sequence[tuple[str, Callable[[T], str]]]
-"""The head of each column, and what it shows of a row."""
+"""(heading, cell text of a row) for each column."""
 
 
 def table_of(title: str, columns: Columns[T], rows: Iterable[T]) -> Table:
-    """The first column names the row."""
+    """A table whose first column is left-aligned and names the row."""
     table = Table(title=title, title_justify="left")
     for place, (head, _) in enumerate(columns):
         table.add_column(head, justify="right" if place else "left", overflow="fold")
@@ -285,7 +285,7 @@ def table_of(title: str, columns: Columns[T], rows: Iterable[T]) -> Table:
 
 
 def short(value: float) -> str:
-    """Three digits that matter."""
+    """Three significant digits."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
@@ -294,7 +294,7 @@ def three_digits(value: float) -> str:
 
 
 def shown_spread(values: Sequence[float], form: Callable[[float], str] = short) -> str:
-    """Median (smallest – largest), or the one value where all look the same."""
+    """Median (smallest – largest), or one value when all are formatted alike."""
     return shown_ratio(Spread.of(values), form) if values else ABSENT
 
 
@@ -318,7 +318,7 @@ IN_PAIRS = "Median of the pairs (smallest – largest). Only the ratio means som
 
 
 def print_remarks(console: Console, report: Report, legend: str = IN_PAIRS) -> None:
-    """Print what goes below a table: how to read it, notes, failures."""
+    """Print the legend, notes and failures below a table."""
     console.print(legend, style="dim", highlight=False, soft_wrap=True)
     for note in report.notes:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
@@ -327,7 +327,7 @@ def print_remarks(console: Console, report: Report, legend: str = IN_PAIRS) -> N
 
 
 def print_other_load(console: Console, loads: Sequence[OtherLoad], absent: Mapping[str, str]) -> None:
-    """How busy others kept the machine, and what could not be measured."""
+    """Print the load by other processes, and what could not be measured."""
     busy = [load.busy_cores for load in loads]
     cores = describe_machine()["cores"]
     console.print(f"others kept {median(busy):.2f} cores busy (at most {max(busy):.2f}) of {cores}", style="dim")

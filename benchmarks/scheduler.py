@@ -1,4 +1,4 @@
-"""The scheduler's time a step, with no model behind it."""
+"""The scheduler's time per step, without a model."""
 
 from __future__ import annotations
 

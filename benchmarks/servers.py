@@ -50,7 +50,7 @@ from benchmarks.runner import MeasurementFailed, Progress, Report, machine_title
 POLL_S = 0.05
 START_LIMIT_S = 600.0
 FIRST_PROMPT = [100]
-"""Every vocabulary has it, also that of single bytes."""
+"""Token ids that every vocabulary has, even one of single bytes."""
 OURS, PEER = "Baton", "vLLM"
 NO_PEER = "absent (set BATON_PEER_VLLM)"
 RUN_LIMIT_S = 600.0
@@ -74,14 +74,14 @@ class ServerShape:
 class ServerCommand:
     name: str
     launch: tuple[str, ...]
-    """The command without its port."""
+    """Command line without the port."""
     env: dict[str, str] = field(default_factory=dict)
 
     def command(self, port: int) -> list[str]:
         return [*self.launch, "--port", str(port)]
 
     def shell_line(self) -> str:
-        """The command as a person would type it."""
+        """The command as a shell line."""
         return shlex.join([*(f"{name}={value}" for name, value in self.env.items()), *self.launch])
 
 
@@ -100,7 +100,7 @@ class ServingLoad:
 
 WARM_UP = ServingLoad(16, 128, 8)
 WARM_UP_SEED = 77
-"""Added to the seed of what is measured, so that no prompt of the warm-up comes again."""
+"""Added to the seed for the warm-up, so that its prompts differ from the measured ones."""
 
 
 def our_command(shape: ServerShape, extra: str) -> ServerCommand:
@@ -135,7 +135,7 @@ def _all_cores() -> str:
 
 @dataclass(frozen=True, slots=True)
 class RunningServer:
-    """A server that has given its first token."""
+    """A running server that has generated a first token."""
 
     side: ServerCommand
     child: Child
@@ -146,7 +146,7 @@ class RunningServer:
 
 
 async def wait_first_token(side: ServerCommand, child: Child, port: int) -> RunningServer:
-    """Ask again and again until a token comes; raises ChildFailed when the server dies or takes too long."""
+    """Send requests until a token arrives; raises ChildFailed when the server ends or takes too long."""
     url = f"http://127.0.0.1:{port}"
     async with open_http(2) as http:
         while True:
@@ -178,11 +178,11 @@ async def _try_first_token(http: aiohttp.ClientSession, target: TargetServer, ch
 
 @dataclass(frozen=True, slots=True)
 class ServersInTurn:
-    """Servers that take turns under load."""
+    """Running servers, of which one at a time is loaded."""
 
     servers: Sequence[RunningServer]
     paused: bool
-    """Whether those that wait are stopped meanwhile."""
+    """Whether servers that are not loaded are stopped (SIGSTOP)."""
     tokens: TokenRange = WORDS
     """Token ids that prompts are drawn from."""
 
@@ -222,7 +222,7 @@ class ServersInTurn:
 
 
 def start_servers(stack: contextlib.ExitStack, sides: Sequence[ServerCommand], progress: Progress) -> list[RunningServer]:
-    """Start each in turn, up to its first token; all are stopped when the stack is left."""
+    """Start the servers one by one, each up to its first token; all are stopped when the stack closes."""
     servers: list[RunningServer] = []
     for side in sides:
         progress.doing(f"starting {side.name}")
@@ -240,7 +240,7 @@ def server(side: ServerCommand) -> Iterator[RunningServer]:
 def servers_in_turn(
     servers: Sequence[RunningServer], progress: Progress, seed: int, tokens: TokenRange = WORDS
 ) -> tuple[ServersInTurn, dict[str, float]]:
-    """Warm each up and see what it burns when idle: the turns, and the cores of each."""
+    """Warm up each server and measure its idle CPU use: (servers, idle busy cores by name)."""
     turns = ServersInTurn(servers, paused=False, tokens=tokens)
     for serving in servers:
         progress.doing(f"warming up {serving.side.name}")

@@ -18,7 +18,7 @@ CHUNK = 64 << 10
 
 
 class _LimitedDirection:
-    """One direction."""
+    """One direction of the link, shared by all connections."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._pace = ByteRateLimit(bytes_per_s)
@@ -37,7 +37,7 @@ class _LimitedDirection:
 
 class _SlowRelay:
     def __init__(self, port: int, bytes_per_s: float) -> None:
-        """To this port of the loopback."""
+        """Relay to this loopback port."""
         self._target = (HOST, port)
         self._there, self._back = _LimitedDirection(bytes_per_s), _LimitedDirection(bytes_per_s)
         self._open: list[socket.socket] = []
@@ -47,7 +47,7 @@ class _SlowRelay:
 
     def close(self) -> None:
         for each in (self._listener, *self._open):
-            with contextlib.suppress(OSError):  # it was never connected, or is no more
+            with contextlib.suppress(OSError):  # not connected
                 each.shutdown(socket.SHUT_RDWR)
             each.close()
 
@@ -70,7 +70,7 @@ def _pump(source: socket.socket, target: socket.socket, lane: _LimitedDirection)
 
 @contextlib.contextmanager
 def slow_link(port: int, bytes_per_s: float) -> Iterator[int]:
-    """The port at which what listens on `port` is reached slowly."""
+    """Relay to `port` at a limited rate; yields the relay's port."""
     relay = _SlowRelay(port, bytes_per_s)
     try:
         yield relay.port

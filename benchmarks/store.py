@@ -1,4 +1,4 @@
-"""How fast blocks of KV go to a store and come back, beside a plain file and memcpy.
+"""Put and get rates of KV stores, compared with a plain file and memcpy.
 
 Every store is used as an instance uses it: rows of host memory are sealed into an arena and put from there, sixteen at a
 time; what is fetched is opened, checked and copied into rows. All of it is measured in turns within a round:
@@ -52,24 +52,24 @@ BATCH = 16
 TIMEOUT_S = 10.0
 LAYOUT = bytes(16)
 SEGMENT = "1G"
-"""Memory that the Mooncake Store gets."""
+"""Memory of the Mooncake store."""
 
 Rows = npt.NDArray[np.uint8]
 
 
 class StoreMisbehaved(MeasurementFailed):
-    """A store that was measured did not take, or did not give back, what it was given."""
+    """A store did not store or return its data."""
 
 
 class StorePassTimes(msgspec.Struct, frozen=True):
-    """One time there and back."""
+    """Seconds of one put and one get of all blocks."""
 
     put_s: float
     get_s: float
 
 
 class StoreRates(msgspec.Struct, frozen=True):
-    """One side: a value for each round; ratios are medians over rounds."""
+    """Rates of one side, by round; ratios are medians over rounds."""
 
     side: str
     put_mb_per_s: list[float]
@@ -95,7 +95,7 @@ class StoresReport(msgspec.Struct, frozen=True):
 
 
 class BlockSet:
-    """Rows to store, rows to fetch into, and the arena between them and a store. Sealed blocks have their room in it."""
+    """Source rows, target rows, and the arena between them and a store, sized for sealed blocks."""
 
     def __init__(self, block_bytes: int, total_bytes: int) -> None:
         batches = max(1, total_bytes // (block_bytes * BATCH))
@@ -130,7 +130,7 @@ class StoreUnderTest(Protocol):
     def put_all(self, bench: BlockSet) -> None: ...
     def get_all(self, bench: BlockSet) -> None: ...
     def forget(self) -> None:
-        """Not measured."""
+        """Drop what was stored; not timed."""
 
 
 class Memcpy:
@@ -169,7 +169,7 @@ class PlainFile:
 
 
 class StoreSide:
-    """A store, through the envelope."""
+    """A store with sealed blocks."""
 
     def __init__(self, name: str, store: Store, bench: BlockSet) -> None:
         self.name = name
@@ -209,7 +209,7 @@ class StoreSide:
 
 @contextlib.contextmanager
 def served_stores(folder: Path, url: str | None) -> Iterator[tuple[dict[str, str], dict[str, str]]]:
-    """Name → address of what can be measured, served for as long as this lasts; and name → why not of what cannot."""
+    """(name → URL of each store, name → reason of each that is unavailable); servers run during the block."""
     if url is not None:
         yield {str(parse_url(url)): url}, {}
         return
@@ -230,7 +230,7 @@ def run(
     total_bytes: int, rounds: int, progress: Progress, folder: Path | None = None, url: str | None = None,
     sizes: Sequence[int] = BLOCK_BYTES,
 ) -> StoresReport:  # fmt: skip
-    """Everything, in turns. Files lie in a folder of their own under `folder`."""
+    """Measure all sizes and stores, in turns. Files are written to a new folder under `folder`."""
     taking = Rounds(progress, rounds)
     with (
         tempfile.TemporaryDirectory(prefix="baton-bench-", dir=folder) as made,

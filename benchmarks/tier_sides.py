@@ -1,4 +1,4 @@
-"""One instance with more or less behind its KV pool: how each is started, and what it counts.
+"""Instances with different KV tiers: how each is started, and its counters.
 
 Owns the names of what lies behind a pool, the stores that are made for a measurement and removed after it, and the counters
 that are read before and after a run. An instance without a model (`scripted`) is for trying a benchmark out.
@@ -68,19 +68,19 @@ class TierSide:
 
 
 def why_not(side: TierSide) -> str | None:
-    """Why this side cannot be measured here."""
+    """Why this side cannot be measured here; None if it can."""
     return valkey_why_not() if side.store in (StoreKind.VALKEY, StoreKind.SLOW_VALKEY) else None
 
 
 class SideRow(msgspec.Struct):
-    """The part of a row that every table has."""
+    """Common fields of table rows."""
 
     side: str
     command: str = ""
     absent: str = ""
     """Why it was not measured."""
     counts: list[Counts] = []
-    """Counters gained, run by run."""
+    """Increase of each counter, by run."""
 
     def count(self, name: str) -> float:
         return median([each[name] for each in self.counts]) if self.counts else 0.0
@@ -94,12 +94,12 @@ class Hosting:
     """None: the scripted executor."""
     flags: tuple[str, ...]
     args: tuple[str, ...]
-    """Given last, so that they win over what sets a side apart."""
+    """Further arguments, given last, so that they override the side's."""
     folder: Path | None
     """Folder of file stores; None: the temporary folder."""
     seed: int
     link_bytes_per_s: float = 0.0
-    """Of a slow store's link, each way."""
+    """Rate of a slow store's link, each way."""
 
     def start(
         self, stack: contextlib.ExitStack, sides: Sequence[TierSide], rows: Sequence[SideRow], progress: Progress
@@ -119,7 +119,7 @@ class Hosting:
 
 @contextlib.contextmanager
 def store_args(side: TierSide, folder: Path | None, limit: str, link_bytes_per_s: float = 0.0) -> Iterator[tuple[str, ...]]:
-    """An empty store of its own, as `baton serve` is told of it; it is gone afterwards."""
+    """Arguments of `baton serve` for an empty store, which is removed afterwards."""
     match side.store:
         case None:
             yield ()
@@ -137,7 +137,7 @@ def store_args(side: TierSide, folder: Path | None, limit: str, link_bytes_per_s
 
 
 def serve_side(name: str, model: Path | None, args: Sequence[str]) -> ServerCommand:
-    """Without a model: the scripted executor."""
+    """The server command; without a model, the scripted executor."""
     served = ("--executor", SCRIPTED) if model is None else (str(model), "--dtype", "bfloat16")
     return ServerCommand(name, (sys.executable, "-m", "baton", "serve", *served, *args), {"BATON_LOG_LEVEL": "warning"})
 

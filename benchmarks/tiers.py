@@ -1,4 +1,4 @@
-"""Too small a KV pool, and what host memory and a store behind it are worth.
+"""Value of host memory and a store when the KV pool is too small.
 
 Owns the loads and the report. All requests come at once and nothing is reserved for growth (`--reserve none`, as other
 servers do it), so that many must yield. A request that yields computes its KV again, unless host memory or a store has
@@ -67,9 +67,9 @@ class LoadShape:
     load: ServingLoad
     block_size: int
     sides: tuple[TierSide, ...]
-    """The first has nothing behind its pool."""
+    """Sides of the load; the first has no tier behind its pool."""
     share: float = 0.5
-    """Pool, of what the whole load fills."""
+    """Pool ÷ blocks that the load fills."""
 
     @property
     def pool_blocks(self) -> int:
@@ -78,7 +78,7 @@ class LoadShape:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """For all sides."""
+        """Flags of all sides."""
         longest = min(self.pool_blocks * self.block_size, max(256, self.load.input_tokens + self.load.output_tokens))
         return (
             "--max-model-len", str(longest),
@@ -89,7 +89,7 @@ class LoadShape:
 
 
 def sides_of(host: str, staging: str) -> tuple[TierSide, ...]:
-    """`host`: memory enough for everything; `staging`: where a store lies behind it."""
+    """Sides. `host`: host memory for everything; `staging`: host memory in front of a store."""
     return (
         RECOMPUTE,
         TierSide("recompute, reserving"),
@@ -118,19 +118,19 @@ LOADS = {
 @dataclass(frozen=True, slots=True)
 class TierOptions:
     model: Path | None
-    """None: no model."""
+    """None: the scripted executor."""
     loads: tuple[Load, ...] = tuple(Load)
     pairs: int = 3
     requests: int | None = None
-    """Instead of each load's own."""
+    """Overrides each load's own number."""
     input_tokens: int | None = None
     output_tokens: int | None = None
     args: tuple[str, ...] = ()
-    """More, for all sides."""
+    """Further arguments for all sides."""
     folder: Path | None = None
     """Folder of file stores."""
     link_bytes_per_s: float = 12e6
-    """Of the slow store's link, each way."""
+    """Rate of the slow store's link, each way."""
     seed: int = 0
     look_s: float = 1.0
 
@@ -145,7 +145,7 @@ class TierOptions:
 
 class TierRow(SideRow):
     speed: list[Measured] = msgspec.field(default_factory=list)
-    """Output tokens a second."""
+    """Output tokens per second."""
     ratio: Spread | None = None
     """Speed ÷ the first side's, pair by pair."""
 
@@ -158,7 +158,7 @@ class TierTable(msgspec.Struct):
     rows: list[TierRow]
 
     def fewer(self, row: TierRow) -> float | None:
-        """How many times fewer tokens were computed again than on the first side."""
+        """Recomputed tokens of the first side ÷ those of this one."""
         return self.rows[0].count("recomputed tokens") / max(1.0, row.count("recomputed tokens")) if row.counts else None
 
 
@@ -180,7 +180,7 @@ class TierBench:
         return self._options.pairs * sides
 
     def run(self) -> TierReport:
-        """A failure ends its load; what was measured before it is still reported."""
+        """Measure and report. A failure ends its load; earlier measurements are still reported."""
         for load in self._options.loads:
             with failures_noted(self._failures, self._progress):
                 self._load(load)
@@ -212,7 +212,7 @@ class TierBench:
         self, turns: ServersInTurn, serving: RunningServer, row: TierRow, load: ServingLoad, pair: int
     ) -> tuple[float, str]:
         before = counts_of(serving)
-        # Another seed for each pair: equal work on all sides, and nothing of it in any tier.
+        # Another seed for each pair: equal work on all sides, and nothing in any tier.
         result = turns.run(serving, load, self._options.seed + 1 + pair)
         counts = gained(before, counts_of(serving))
         row.counts.append(counts)

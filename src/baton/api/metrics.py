@@ -127,7 +127,7 @@ class _EngineCollector(Collector):
     def _preemptions(self, gauges: Gauges) -> Metric:
         labels = ["cause", "policy", "model_name"]
         family = CounterMetricFamily("baton_num_preemptions", "Requests sent back to the queue", labels=labels)
-        # All from the start: a rate over a series that is not there yet misses its first event.
+        # All labels from the start: a rate over a missing series misses its first event.
         for cause, count in gauges.preemptions.items():
             family.add_metric([cause, gauges.victim_policy, self._model], count)
         return family
@@ -224,7 +224,7 @@ class AnswerTimes:
         self._open -= delta.finish is not None
 
     def close(self, reason: FinishReason) -> None:
-        """No more deltas come. Choices that are still open were cut short for this reason."""
+        """No more deltas. Choices still open end with this reason."""
         for _ in range(self._open):
             self._metrics.count_end(reason)
         self._open = 0

@@ -5,7 +5,7 @@
        restarted and cut off; a new fault as soon as each role has a ready spare again
     3. judged: every answer complete and equal, and nothing held by the router against an instance that was left alone
 
-Calm instead of chaos is the same load without faults, for so long: then the router may hold nothing against anybody.
+A calm run is the same load without faults for a given time; the router must then suspect no instance.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ HEAL_S_MAX = 120.0
 REST_S_MAX = 30.0
 RECORDING_AT_ONCE = 4
 JITTER_S = 0.5
-"""Between the moment a fault is possible and the fault."""
+"""Largest random delay, in seconds, before a fault that is possible."""
 AFTER_FAILURE_S = 0.2
-"""A client that failed asks no more often than that: it may fail at once, and each failure is kept."""
+"""Pause of a client after a failed request, since it may fail at once and every failure is recorded."""
 SHOWN_DIFFERENCES = 20
 
 
 class ChaosFailed(Exception):
-    """It could not be carried out, which is another matter than a difference found; the message says why."""
+    """The run itself could not be completed; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class ChaosOptions:
     is_scripted: bool = False
     fleet_options: tuple[str, ...] = ()
     log: Path | None = None
-    """Where the fleet's log is left."""
+    """File for the fleet's log."""
 
     def __post_init__(self) -> None:
         if self.faults and self.calm_minutes is None and max(self.by_role.values(), default=0) < 2:
@@ -78,24 +78,24 @@ class ChaosOptions:
 
 class ChaosReport(msgspec.Struct, frozen=True):
     faults: dict[str, int]
-    """By kind."""
+    """Number of faults by kind."""
     asked_for: int
-    """Faults."""
+    """Number of faults requested."""
     requests: int
     least_requests: int
     streamed: int
     moved: int
-    """Requests of which a choice went on elsewhere."""
+    """Requests with a choice that moved to another instance."""
     moves: int
     differences: list[str]
     gaps_s: Distribution | None
-    """The longest of each stream."""
+    """Longest gap of each stream, in seconds."""
     moved_gaps_s: Distribution | None
-    """The longest of each stream that moved."""
+    """Longest gap of each stream that moved, in seconds."""
     held: dict[str, int]
-    """What the router held against instances, each for a reason."""
+    """Suspicions of the router that a fault explains."""
     false: list[str]
-    """And without."""
+    """Suspicions of the router that no fault explains."""
     cut_short: str | None
     took_s: float
 
@@ -107,7 +107,7 @@ class ChaosReport(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class ChaosTally:
-    """What the clients saw."""
+    """Counts and failures seen by the clients."""
 
     requests: int = 0
     streamed: int = 0
@@ -131,11 +131,11 @@ class ChaosTally:
 
 @dataclass(slots=True)
 class ChaosProgress:
-    """Who is told how it goes."""
+    """Callbacks for progress."""
 
     doing: Callable[[str], None] = lambda _what: None
     done: Callable[[int, int], None] = lambda _faults, _requests: None
-    """Faults and requests so far."""
+    """Called with the numbers of faults and requests so far."""
 
 
 async def run_chaos(options: ChaosOptions, progress: ChaosProgress) -> ChaosReport:
@@ -154,7 +154,7 @@ async def run_chaos(options: ChaosOptions, progress: ChaosProgress) -> ChaosRepo
 
 @contextlib.contextmanager
 def _model(options: ChaosOptions, progress: ChaosProgress) -> Iterator[tuple[str, ...]]:
-    """The model as `baton up` is to be told."""
+    """Arguments of `baton up` for the model."""
     if options.is_scripted:
         yield ("--executor", "scripted")
     elif options.model != TINY:
@@ -180,7 +180,7 @@ class _Chaos:
         self._tally = ChaosTally()
         self._undisturbed: list[tuple[ChaosCase, SeenAnswer]] = []
         self._over = asyncio.Event()
-        """Clients ask nothing new."""
+        """Set when clients should send no more requests."""
         self._wakings: set[asyncio.Task[None]] = set()
 
     async def run(self) -> ChaosReport:
@@ -273,7 +273,7 @@ class _Chaos:
             else:
                 await asyncio.to_thread(hurt, fault.kind, fault.victim)
         except NoSuchVictim:
-            return  # it ended while we waited: drawn anew
+            return  # the instance ended meanwhile: choose another fault
         self._faults.done.append(fault)
         fault.over_s = time.monotonic()
         if fault.kind in PASSING and fault.kind is not FaultKind.CUT:
@@ -290,7 +290,7 @@ class _Chaos:
     # ── judgement ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _at_rest(self) -> str | None:
-        """With no client left nobody may do or hold anything; what is left, if so."""
+        """Wait until no instance holds a request; return what is left after the time limit."""
         try:
             async with asyncio.timeout(REST_S_MAX):
                 while True:

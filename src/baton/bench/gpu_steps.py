@@ -24,21 +24,21 @@ from baton.core.errors import BatonError
 from baton.executor.contract import Executor, KvView, LayerDone
 
 IN_FLIGHT = 4
-"""So many that the device never waits for us."""
+"""Steps in flight; enough that the device never waits for the host."""
 COPIES_A_STEP = 256
 WARM_UP_STEPS, WINDOWS, WINDOW_STEPS = 6, 3, 12
 PREFILL_RUNS = 6
 
 
 class CannotMeasure(BatonError):
-    """The executor did not do what a step asked of it; the message says which."""
+    """A row of a step computed nothing, or there is too little room; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
     step_s: float
     tokens_a_step: float
-    """Yielded, all rows together."""
+    """Tokens generated per step, over all rows."""
 
 
 class StepTimer:
@@ -48,7 +48,7 @@ class StepTimer:
         self._plans = StepPlans(executor.shape.block_size, (0, executor.vocabulary))
 
     def fill(self) -> None:
-        """Real KV into every block: what was never written may be read faster, and zeros are computed with faster."""
+        """Write KV into every block: unwritten pages may read faster, and zeros compute faster."""
         shape = self._executor.shape
         start = self._plans.start(0, shape.block_size, 0, shape.block_size + 1, 0)
         chunk = Chunk(0, start.epoch, 0, shape.block_size, samples=True)
@@ -59,7 +59,7 @@ class StepTimer:
         self._run(iter(plans), "filling the KV pool")
 
     def decode(self, batch: int, context: int, sampling: Sampling = GREEDY) -> StepTiming:
-        """So many sequences at that context, each feeding one token."""
+        """Time decode steps of `batch` sequences at a context."""
         steps = WARM_UP_STEPS + WINDOWS * WINDOW_STEPS
         plans = self.decode_plans(batch, context, steps, sampling)
         ends_s, results = self._run(plans, f"{batch} decodes at {context}")
@@ -71,7 +71,7 @@ class StepTimer:
         return StepTiming(middle(windows), sum(int(result.counts.sum()) for result in counted) / len(counted))
 
     def decode_plans(self, batch: int, context: int, steps: int, sampling: Sampling = GREEDY) -> Iterator[StepPlan]:
-        """`steps` steps whose context is, on average, the one asked for; then one that lets go of everything."""
+        """`steps` decode steps whose mean context is `context`, then one that stops all sequences."""
         burst = self._executor.shape.burst
         known = max(1, context - steps // 2)
         starts, block = list[Start](), 0
@@ -87,13 +87,13 @@ class StepTimer:
         yield self._plans.plan(stops=tuple(stop_of(start) for start in starts))
 
     def prefill(self, sequences: int, tokens: int, begin: int = 0) -> StepTiming:
-        """The next `tokens` of each of so many sequences, after `begin` that are there already."""
+        """Time prefill steps of the next `tokens` tokens of each sequence, after `begin` cached ones."""
         ends_s, results = self._run(self._prefill_plans(sequences, tokens, begin), f"{sequences} × {tokens} at {begin}")
         steps_s = [after - before for before, after in pairwise(ends_s[1 : PREFILL_RUNS + 1])]
         return StepTiming(middle(steps_s), float(results[1].counts.sum()))
 
     def _prefill_plans(self, sequences: int, tokens: int, begin: int) -> Iterator[StepPlan]:
-        """Ever new sequences, in slots that no step in flight still names."""
+        """New sequences in every step, in slots that no step in flight uses."""
         groups: deque[list[Start]] = deque([] for _ in range(IN_FLIGHT + 1))
         places = deque(range(len(groups)))
         blocks = -(-(begin + tokens + 1) // self._executor.shape.block_size)
@@ -122,7 +122,7 @@ class StepTimer:
                 raise CannotMeasure(f"{wanted} {name} are more than the {there} there are")
 
     def _run(self, plans: Iterator[StepPlan], what: str) -> tuple[list[float], list[StepResult]]:
-        """When each step's result was there, and the results."""
+        """(completion time of each step, results)."""
         ends_s: list[float] = []
         results = []
         for result in stream(self._executor, plans):
@@ -133,7 +133,7 @@ class StepTimer:
 
 
 class SharedPool:
-    """One executor for several drivers, one after the other: each counts its steps from the first, on empty slots."""
+    """One executor for several drivers in sequence; each numbers its steps from 1 and finds empty slots."""
 
     def __init__(self, inner: Executor) -> None:
         self.inner = inner
@@ -144,7 +144,7 @@ class SharedPool:
         self._step = 0
         self._asked: deque[int] = deque()
         self._held: dict[int, int] = {}
-        """Slot → epoch of whoever was started there and not stopped."""
+        """Slot → epoch of sequences started and not stopped."""
 
     @property
     def kv(self) -> KvView:
@@ -163,7 +163,7 @@ class SharedPool:
         return replace(result, step=self._asked.popleft())
 
     def clear(self) -> None:
-        """Empty every slot that the last driver left as it was."""
+        """Stop every sequence that the last driver left."""
         stops = tuple(Stop(slot, epoch) for slot, epoch in self._held.items())
         if stops:
             self.launch(StepPlan(0, 0, stops))
@@ -174,7 +174,7 @@ class SharedPool:
 
 
 def stream(executor: Executor, plans: Iterator[StepPlan], in_flight: int = IN_FLIGHT) -> Iterator[StepResult]:
-    """Results in order, with so many steps launched ahead."""
+    """Results in order, with up to `in_flight` steps launched ahead."""
     waiting = 0
     for plan in plans:
         executor.launch(plan)
@@ -187,7 +187,7 @@ def stream(executor: Executor, plans: Iterator[StepPlan], in_flight: int = IN_FL
 
 
 def _check(result: StepResult, what: str) -> None:
-    """A step in which a row did nothing has not been measured."""
+    """Raise when a row of the step computed nothing."""
     idle = ~np.isin(result.outcomes, (RowOutcome.TOKENS, RowOutcome.PREEMPTED))
     if idle.any():
         name = RowOutcome(int(result.outcomes[idle][0])).name.lower()

@@ -1,4 +1,4 @@
-"""A picture of one run: how latencies are distributed, and what the server did over time.
+"""Plots one run: latency distributions, and throughput over time.
 
 Owns the drawing. matplotlib is an optional extra (`plot`) and is imported only here, only when a picture is asked for.
 """
@@ -26,7 +26,7 @@ class PlotUnavailable(Exception):
 
 
 def require_matplotlib() -> None:
-    """Called before a run, so that nobody waits an hour to learn that the picture cannot be drawn."""
+    """Raise PlotUnavailable before a run instead of after it."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:

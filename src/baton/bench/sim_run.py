@@ -26,13 +26,13 @@ from baton.sim.workload import BadWorkload, SyntheticLoad
 CLIENTS_AN_INSTANCE = 64
 DEFAULT_REQUESTS, DEFAULT_INPUT_TOKENS, DEFAULT_OUTPUT_TOKENS = 1000, 1024, 256
 KV_MEMORY_BYTES = {"h200-8b": 102 << 30, "glm-4.5-air-tp8": 330 << 30}
-"""What is left of the machine's memory beside the weights."""
+"""KV pool of the built-in machine: its memory without the weights."""
 KV_MEMORY_BYTES_OTHERS = 2 << 30
-"""As `baton serve` takes."""
+"""Default KV pool for other step-time models, as in `baton serve`."""
 LANE_GBYTES_PER_S = 50.0
-"""Each way between instances: a network card of 400 Gbit/s with RDMA, as machines of this kind have one a GPU."""
+"""Bandwidth between instances, each way: one 400 Gbit/s RDMA card per GPU."""
 PEER_DELAY_US = 100
-"""One way between instances."""
+"""One-way latency between instances."""
 SPLIT_SYNTAX = "write how many prefill and how many decode, such as 3P5D"
 LONG_RUN_S = 1200.0
 LOOK_EVERY_S, LOOK_EVERY_S_LONG = 0.1, 1.0
@@ -43,7 +43,7 @@ COMPARE_SYNTAX = (
 
 
 class BadSimOptions(BatonError):
-    """Options that do not go together, or mean nothing; the message names them and says what does."""
+    """Contradictory or meaningless options; the message names them."""
 
 
 def parse_policies(text: str, victims: VictimPolicy) -> tuple[ReserveAndVictims, ...]:
@@ -67,7 +67,7 @@ def _parse_policy(item: str, victims: VictimPolicy) -> ReserveAndVictims:
 
 
 def parse_split(text: str) -> tuple[int, int]:
-    """How many instances prefill for the others, and how many decode."""
+    """(prefill instances, decode instances)."""
     found = re.fullmatch(r"(\d{1,4})P(\d{1,4})D", text.strip(), re.IGNORECASE)
     prefill, decode = (int(found[1]), int(found[2])) if found else (0, 0)
     if not prefill or not decode:
@@ -95,7 +95,7 @@ def label_of(policy: ReserveAndVictims) -> str:
 
 
 def refuse_contradictions(options: SimOptions) -> None:
-    """Wherever one of two options would silently do nothing."""
+    """Raise when an option would have no effect."""
     made_up = {
         "--requests": options.requests, "--input-tokens": options.input_tokens, "--output-tokens": options.output_tokens,
         "--sessions": options.sessions, "--rounds": options.rounds, "--think-s": options.think_s,
@@ -145,7 +145,7 @@ class SimulatedLoad:
     calls: Callable[[int], list[PlannedRequest]]
     concurrency: int | None
     span_s: float | None
-    """About how long arrivals take, where that is known beforehand."""
+    """Approximate duration of arrivals, if known."""
     notes: tuple[str, ...] = ()
 
 
@@ -234,7 +234,7 @@ class Simulation:
 
     @property
     def requests(self) -> int:
-        """In all runs together."""
+        """Requests of all runs together."""
         return self.load.requests * len(self.policies) * self.options.seeds
 
     @property
@@ -246,7 +246,7 @@ class Simulation:
     def run(
         self, doing: Callable[[str], None], advance: Callable[[int], None], keep: bool = False
     ) -> tuple[SimReport, list[RunRecord]]:
-        """The report and, if asked to keep them, the first seed's run of each policy."""
+        """The report and, with `keep`, the first seed's run of each policy."""
         summaries: list[RunSummary] = []
         kept: list[RunRecord] = []
         for policy in self.policies:
@@ -311,7 +311,7 @@ class Simulation:
         )
 
     def _settings(self) -> dict[str, Setting]:
-        """What the options came to, defaults included."""
+        """Effective settings, defaults included."""
         options, config = self.options, self.config
         return {
             "load": self.load.title,
@@ -367,7 +367,7 @@ def _blocks(options: SimOptions, step_times: StepTimes) -> int:
 
 
 def blocks_of(step_times: StepTimes, memory_bytes: int | None, block_size: int) -> int:
-    """How large a pool is; without a size in bytes, as large as the machine has room for."""
+    """Blocks of the pool; without a size in bytes, as many as the machine's memory holds."""
     memory_bytes = memory_bytes or KV_MEMORY_BYTES.get(step_times.name, KV_MEMORY_BYTES_OTHERS)
     block_bytes = step_times.file.roofline.kv_bytes_per_token * block_size
     blocks = int(memory_bytes / block_bytes)
@@ -380,6 +380,6 @@ def blocks_of(step_times: StepTimes, memory_bytes: int | None, block_size: int) 
 
 
 def road_of(step_times: StepTimes, block_size: int, lane_gbytes_per_s: float, delay_us: int = PEER_DELAY_US) -> KvLinkModel:
-    """How KV of that model travels between instances."""
+    """The simulated link for KV between instances."""
     file = step_times.file
     return KvLinkModel(file.layers, round(file.roofline.kv_bytes_per_token * block_size), lane_gbytes_per_s * 1e9, delay_us)

@@ -1,4 +1,4 @@
-"""`baton chaos`: does every answer survive what happens to the instances?"""
+"""`baton chaos`: random faults in a fleet under load; every answer is compared."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ CHAOS = "Chaos"
 NOT_TAKEN = frozenset(
     ["router_port", "host", "api_key", "admin_key", "demo", "drain_timeout", "restart_delay_max", "config"]
 )
-"""Options of `baton up` that are settled here."""
+"""Options of `baton up` that `baton chaos` sets itself."""
 OWN = frozenset(["model", "prefill", "decode", "mixed", "executor"])
-"""Those that are passed on in another way."""
+"""Options of `baton up` that are passed on in another way."""
 
 
 def _option(name: str, text: str, least: float | None = None) -> Any:

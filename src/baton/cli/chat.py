@@ -1,7 +1,7 @@
 """`baton chat`: talk to a server from the terminal.
 
-Owns the conversation with the person: prompt, commands, streaming, what Ctrl-C and Ctrl-D do. The server is any
-OpenAI-compatible one. With something piped in, it answers that once and ends: the answer alone goes to stdout.
+Owns the conversation with the user: prompt, commands, streaming, what Ctrl-C and Ctrl-D do. The server is any
+OpenAI-compatible one. Piped input is answered once; only the answer goes to stdout.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HELP = (
     "/reset forgets the conversation · /system TEXT sets the system prompt · /exit or Ctrl-D leaves · Ctrl-C stops an answer"
 )
 
-# What a model writes must not steer the terminal: control characters go, newline and tab stay.
+# Control characters of the model's text are removed, so that it cannot control the terminal; newline and tab stay.
 _HARMLESS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
@@ -45,12 +45,12 @@ class _ErrorReply(msgspec.Struct):
 
 
 class AnswerFailed(Exception):
-    """The server refused, or broke off; the message is for the person."""
+    """The server refused or the connection broke; the message is for the user."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatServer:
-    """The server's side of the conversation."""
+    """The server and the sampling options of a conversation."""
 
     url: str
     model: str
@@ -78,7 +78,7 @@ class ChatServer:
 
 @dataclass(slots=True)
 class ChatAnswer:
-    """Filled while the answer streams in, so that a stopped one is not lost."""
+    """An answer, filled while it streams, so that a stopped one is kept."""
 
     began_s: float = field(default_factory=perf_counter)
     first_s: float | None = None
@@ -90,7 +90,7 @@ class ChatAnswer:
         return "".join(self.pieces)
 
     def figures(self) -> str:
-        """Tokens, rate and delay, as far as they are known."""
+        """Tokens, rate and time to first token, as far as known."""
         if self.first_s is None:
             return "no text"
         tokens = self.tokens if self.tokens is not None else len(self.pieces)
@@ -103,7 +103,7 @@ Show = Callable[[str], None]
 
 
 async def stream_answer(partner: ChatServer, messages: list[ChatMessageText], answer: ChatAnswer, show: Show) -> None:
-    """Ask, and show each piece of text as it comes. Raises AnswerFailed."""
+    """Send the messages and show each piece of text as it arrives. Raises AnswerFailed."""
     address = partner.url.rstrip("/") + "/v1/chat/completions"
     headers = {"Content-Type": "application/json", **partner.headers}
     try:
@@ -166,7 +166,7 @@ class ChatSession:
         self._turns: list[ChatMessageText] = []
 
     def hear(self, line: str) -> NextInput:
-        """One line from the person: a command or something to answer."""
+        """Handle one line of input: a command or a message."""
         word, _, rest = line.strip().partition(" ")
         match word:
             case "":
@@ -186,7 +186,7 @@ class ChatSession:
         return NextInput.GO_ON
 
     def ask(self, text: str) -> bool:
-        """Stream the answer; Ctrl-C keeps what has come so far. False when there was none."""
+        """Stream the answer; Ctrl-C keeps the text so far. False when the request failed."""
         question = ChatMessageText("user", text)
         system = [ChatMessageText("system", self._system)] if self._system else []
         answer = ChatAnswer()
@@ -229,7 +229,7 @@ def _converse(console: Console, partner: ChatServer, system: str | None) -> None
 
 
 def _answer_once(partner: ChatServer, system: str | None, question: str) -> None:
-    """Only the answer on stdout; what is about the answer on stderr."""
+    """Print the answer on stdout and its figures on stderr."""
 
     def show(text: str) -> None:
         sys.stdout.write(text)

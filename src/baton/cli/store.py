@@ -30,7 +30,7 @@ DROP_OBJECTS = 256
 ARENA_BYTES = 16 << 20
 SHOWN_MAX = 20
 TIMEOUT_S = 10.0
-"""An operator waits longer than a server, for a store that may be busy with servers."""
+"""Longer than a server's timeout, since the store may be busy with servers."""
 MISPLACED = "under another's name"
 
 Url = Annotated[
@@ -46,7 +46,7 @@ class StoreFindings:
     sound_bytes: int = 0
     bad: Counter[str] = field(default_factory=Counter)
     names: list[tuple[str, str]] = field(default_factory=list)
-    """Of what is bad, with the reason."""
+    """Names of bad objects, with the reason."""
     gone: int = 0
 
 
@@ -104,7 +104,7 @@ def _counted(store: Store) -> StoreStat:
 
 
 def _cleared(store: Store) -> int:
-    """Piece by piece, so that one sees it go; then whatever came meanwhile."""
+    """Remove the listed objects in batches with progress, then objects added meanwhile."""
     with progress_bar(_progress_console()) as bar:
         task = bar.add_task("counting", total=None)
         names = [name for name, _ in store.names()]
@@ -133,7 +133,7 @@ def _examined(store: Store) -> StoreFindings:
 
 
 def _batches(listed: list[tuple[str, int]], room: int) -> Iterator[list[tuple[str, int]]]:
-    """As many at once as fit into the arena together."""
+    """Batches that fit into the arena."""
     batch: list[tuple[str, int]] = []
     left = room
     for name, size in listed:
@@ -192,7 +192,7 @@ def _tell(console: Console, found: StoreFindings, repaired: bool) -> None:
 
 @contextlib.contextmanager
 def _opened(console: Console, url: str) -> Iterator[Store]:
-    """What goes wrong inside is told in one line, with exit 2."""
+    """Open a store; errors inside the block are printed in one line, with exit code 2."""
     try:
         store = open_store(url, timeout_s=TIMEOUT_S, create=False)
         try:
@@ -205,7 +205,7 @@ def _opened(console: Console, url: str) -> Iterator[Store]:
 
 
 def _progress_console() -> Console:
-    """Beside what is printed, which may go into a file."""
+    """Console on stderr, since stdout may be a file."""
     return Console(stderr=True)
 
 
