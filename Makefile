@@ -1,7 +1,7 @@
 # make serve   set up and show it: a fleet, a dashboard    make test    set up and run the tests; T="PATH …" only those
 # make test-long   what takes long: slow tests, then WORLDS=2000 simulated clusters     make test-all    both
 # make check   format, lint, types, tidiness              make bench   measure, beside a peer where BATON_PEER_VLLM names one
-# make test-gpu   the tests that need CUDA, with nothing installed   make bench-gpu   everything that is fast on a GPU, timed
+# make test-gpu   the tests that need CUDA, with little installed   make bench-gpu   everything that is fast on a GPU, timed
 # make fuzz    simulated clusters with faults for MINUTES=10, from seed FIRST_SEED=10000
 # make chaos   a real fleet under load, of which instances are killed, stopped and drained, FAULTS=100 times
 PYTHON ?= python3
@@ -56,11 +56,12 @@ test-all:
 	$(MAKE) test-long
 
 # On a machine whose own Python has torch with CUDA, triton and transformers: no set-up, which would bring other versions.
+# Both need msgspec; where it is missing: pip install --target gpu-libs msgspec
 test-gpu:
-	PYTHONPATH=src $(PYTHON) -m pytest -c tests/gpu/pytest.ini tests/gpu
+	PYTHONPATH=src:gpu-libs $(PYTHON) -m pytest -c tests/gpu/pytest.ini tests/gpu
 
 bench-gpu:
-	PYTHONPATH=src $(PYTHON) -m baton.bench.gpu --json bench-results/gpu.json
+	PYTHONPATH=src:gpu-libs $(PYTHON) -m baton.bench.gpu --json bench-results/gpu.json
 
 check: $(READY)
 	$(BIN)/ruff format --check .

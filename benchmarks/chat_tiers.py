@@ -22,42 +22,42 @@ import msgspec
 import typer
 from rich.console import Console
 
-from baton.bench.child_processes import ChildFailed
 from baton.bench.load import RunResult
 from baton.bench.stats import describe, median
 from baton.bench.workload import BenchSession
-from benchmarks.conversations import Talks, find_talks, read_talks
+from benchmarks.conversations import ConversationLoad, find_conversations, read_conversations
 from benchmarks.options import ConversationFile, JsonFile, ModelOrScripted, OurArgs, Pairs, Seed, ShareGptFolder, StoreFolder
 from benchmarks.runner import (
     ABSENT,
     Columns,
+    Experiment,
     Measured,
     MeasuredSide,
     MeasurementFailed,
+    Progress,
     Rounds,
     Spread,
-    Voice,
-    Work,
-    conduct,
+    failures_noted,
     model_folder,
-    notes_on_others,
+    notes_on_other_load,
     print_remarks,
     ratio_of,
+    run_benchmark,
     shown_ratio,
     shown_values,
     table_of,
 )
-from benchmarks.servers import ServerReport, Serving, Turns, versions_of
+from benchmarks.servers import RunningServer, ServerReport, ServersInTurn, versions_of
 from benchmarks.tier_sides import SCRIPTED, Hosting, SideRow, StoreKind, TierSide, counts_of, gained, why_not
 
-TALKS = Talks(count=78, concurrency=39, input_scale=0.25, output_tokens_max=16, context_tokens=1024)
+LOAD = ConversationLoad(count=78, concurrency=39, input_scale=0.25, output_tokens_max=16, context_tokens=1024)
 
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
     model: Path | None
-    """None: no model."""
-    talks: Talks = TALKS
+    """None: the scripted executor."""
+    load: ConversationLoad = LOAD
     pairs: int = 3
     think_s: float = 2.0
     pool_blocks: int = 96
@@ -82,7 +82,7 @@ class ChatOptions:
     @property
     def flags(self) -> tuple[str, ...]:
         return (
-            "--max-model-len", str(min(self.pool_blocks * self.block_size, self.talks.context_tokens + 256)),
+            "--max-model-len", str(min(self.pool_blocks * self.block_size, self.load.context_tokens + 256)),
             "--max-num-seqs", str(self.slots),
             "--block-size", str(self.block_size),
             "--kv-blocks", str(self.pool_blocks),
@@ -102,19 +102,19 @@ class ChatReport(ServerReport, kw_only=True):
     settings: dict[str, str | int | float]
     requests: int
     prompt_tokens: int
-    """Of one run."""
+    """Prompt tokens of one run."""
     new_tokens: int
-    """Prompt tokens that no earlier round contains; at most the rest can be found cached."""
+    """Prompt tokens that no earlier round contains; only the others can be cached."""
     rows: list[ChatRow]
 
 
 class ChatBench:
-    def __init__(self, options: ChatOptions, sessions: Sequence[BenchSession], voice: Voice) -> None:
+    def __init__(self, options: ChatOptions, sessions: Sequence[BenchSession], progress: Progress) -> None:
         self._options = options
         self._sessions = [replace(session, think_s=options.think_s) for session in sessions]
-        self._voice = voice
+        self._progress = progress
         self._rows = [ChatRow(side.name, absent=why_not(side) or "") for side in options.sides]
-        self._rounds = Rounds(voice, options.pairs, options.look_s)
+        self._rounds = Rounds(progress, options.pairs, options.look_s)
         self._failures: list[str] = []
         self._prompt_tokens = 0
 
@@ -123,29 +123,25 @@ class ChatBench:
         return self._options.pairs * sum(not row.absent for row in self._rows)
 
     def run(self) -> ChatReport:
-        """A failure ends the measurements; what was measured before it is still reported."""
-        try:
-            with contextlib.ExitStack() as stack:
-                self._measure(stack)
-        except (ChildFailed, MeasurementFailed) as error:
-            self._failures.append(str(error))
-            self._voice.say(f"failed: {error}")
+        """Measure and report. A failure ends the measurements; earlier ones are still reported."""
+        with failures_noted(self._failures, self._progress), contextlib.ExitStack() as stack:
+            self._measure(stack)
         return self._conclude()
 
     def _measure(self, stack: contextlib.ExitStack) -> None:
         options = self._options
-        hosting = Hosting(options.model, options.flags, options.args, options.folder, options.talks.seed)
-        turns = hosting.start(stack, options.sides, self._rows, self._voice)
+        hosting = Hosting(options.model, options.flags, options.args, options.folder, options.load.seed)
+        turns = hosting.start(stack, options.sides, self._rows, self._progress)
         present = zip((row for row in self._rows if not row.absent), turns.servers, strict=True)
         sides = [
             MeasuredSide(row.side, partial(self._taken, turns, serving, row), row.ttft_mean_s) for row, serving in present
         ]
         self._rounds.compare("chat", "s to the first token", sides)
 
-    def _taken(self, turns: Turns, serving: Serving, row: ChatRow, pair: int) -> tuple[float, str]:
-        before, talks = counts_of(serving), self._options.talks
-        # Other words for each pair, the same for all sides.
-        result = turns.send(serving, self._sessions, talks.concurrency, talks.seed + 1 + pair)
+    def _taken(self, turns: ServersInTurn, serving: RunningServer, row: ChatRow, pair: int) -> tuple[float, str]:
+        before, load = counts_of(serving), self._options.load
+        # Another seed for each pair, the same for all sides.
+        result = turns.send(serving, self._sessions, load.concurrency, load.seed + 1 + pair)
         row.counts.append(gained(before, counts_of(serving)))
         return self._keep(row, result)
 
@@ -164,16 +160,16 @@ class ChatBench:
         options = self._options
         for row in self._rows:
             row.ratio = ratio_of(row.ttft_mean_s, self._rows[0].ttft_mean_s)
-        told = {**asdict(options.talks), **asdict(options)}
+        settings = {**asdict(options.load), **asdict(options)}
         return ChatReport(
             versions=versions_of(None, self._failures),
             model="no model" if options.model is None else options.model.name,
-            settings={name: value for name, value in told.items() if isinstance(value, str | int | float)},
+            settings={name: value for name, value in settings.items() if isinstance(value, str | int | float)},
             requests=sum(len(session.rounds) for session in self._sessions),
             prompt_tokens=self._prompt_tokens,
             new_tokens=sum(each.input_tokens for session in self._sessions for each in session.rounds),
             rows=self._rows,
-            notes=notes_on_others(self._rounds.loads),
+            notes=notes_on_other_load(self._rounds.loads),
             failures=self._failures,
         )
 
@@ -206,33 +202,33 @@ def chat_tiers(
     One instance with nothing behind its pool, with host memory, with a file store and with Valkey; lengths from a trace.
     """
 
-    def prepare(voice: Voice) -> Work[ChatReport]:
-        talks = replace(TALKS, count=sessions, concurrency=concurrency, seed=seed)
-        drawn = talks.drawn(read_talks(find_talks(trace, traces)))
+    def prepare(progress: Progress) -> Experiment[ChatReport]:
+        load = replace(LOAD, count=sessions, concurrency=concurrency, seed=seed)
+        drawn = load.drawn(read_conversations(find_conversations(trace, traces)))
         options = ChatOptions(
-            model=None if model == SCRIPTED else model_folder(model, voice),
-            talks=talks,
+            model=None if model == SCRIPTED else model_folder(model, progress),
+            load=load,
             pairs=pairs,
             think_s=think,
             pool_blocks=kv_blocks,
             args=tuple(shlex.split(our_args)),
             folder=folder,
         )
-        work = ChatBench(options, drawn, voice)
-        return Work(work.measurements, work.run)
+        work = ChatBench(options, drawn, progress)
+        return Experiment(work.measurements, work.run)
 
-    conduct(prepare, show, json_file)
+    run_benchmark(prepare, show, json_file)
 
 
 def show(console: Console, report: ChatReport) -> None:
-    told = report.settings
+    settings = report.settings
     title = (
         f"{report.title}\n"
-        f"{told['count']} conversations, {told['concurrency']} at once, {report.requests} requests, "
+        f"{settings['count']} conversations, {settings['concurrency']} at once, {report.requests} requests, "
         f"{report.prompt_tokens:,} prompt tokens ({report.new_tokens:,} new), "
-        f"answers up to {told['output_tokens_max']}, pauses of {told['think_s']:g} s\n"
-        f"pool of {told['pool_blocks']} blocks of {told['block_size']}, {told['slots']} slots; host {told['host']}, "
-        f"{told['staging']} in front of a store"
+        f"answers up to {settings['output_tokens_max']}, pauses of {settings['think_s']:g} s\n"
+        f"pool of {settings['pool_blocks']} blocks of {settings['block_size']}, {settings['slots']} slots; "
+        f"host {settings['host']}, {settings['staging']} in front of a store"
     )
     columns: Columns[ChatRow] = (
         ("behind the pool", lambda row: row.side),

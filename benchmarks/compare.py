@@ -1,7 +1,7 @@
 """Baton and vLLM on the same machine, model and load, in interleaved pairs.
 
-Owns what is compared and in which order. One `Row` is one measurement taken on both sides in pairs; its ratio is made pair
-by pair, so that slow drift of the machine cancels.
+Owns what is compared and in which order. One `ComparisonRow` is one measurement taken on both sides in pairs; the ratio is
+computed pair by pair, so that slow drift of the machine cancels.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from baton.bench.workload import BenchSession, Endpoint, Round, WorkloadShape, t
 from benchmarks.options import JsonFile, ModelArgument, OurArgs, Pairs, PeerArgs, PeerOption, Seed
 from benchmarks.runner import (
     Columns,
+    Experiment,
     Measured,
     MeasuredSide,
     MeasurementFailed,
+    Progress,
     Rounds,
     Spread,
-    Voice,
-    Work,
-    conduct,
     model_folder,
-    notes_on_others,
+    notes_on_other_load,
     print_remarks,
     ratio_of,
+    run_benchmark,
     shown_ratio,
     shown_values,
     table_of,
@@ -51,17 +51,17 @@ from benchmarks.servers import (
     OURS,
     PEER,
     WARM_UP_SEED,
+    RunningServer,
+    ServerCommand,
     ServerReport,
     ServerShape,
-    Serving,
+    ServersInTurn,
     ServingLoad,
-    Side,
-    Turns,
-    arrange,
-    our_side,
-    peer_side,
+    our_command,
+    peer_command,
     server,
-    start_all,
+    servers_in_turn,
+    start_servers,
     versions_of,
 )
 
@@ -96,10 +96,10 @@ class CompareOptions:
     peer_args: str = ""
     seed: int = 0
     look_s: float = 1.0
-    """How long the machine is watched before each run."""
+    """Seconds for which other load is sampled before each run."""
 
 
-class Row(msgspec.Struct):
+class ComparisonRow(msgspec.Struct):
     section: str
     name: str
     unit: str
@@ -108,7 +108,7 @@ class Row(msgspec.Struct):
     ours: list[Measured] = []
     peer: list[Measured] = []
     ours_absent: str = ""
-    """Why there are no values of ours."""
+    """Why there are no values for Baton."""
     peer_absent: str = ""
 
     def values(self, side: str) -> list[Measured]:
@@ -116,58 +116,58 @@ class Row(msgspec.Struct):
 
     @property
     def ratio(self) -> Spread | None:
-        """Ours over the peer's."""
+        """Baton ÷ peer."""
         return ratio_of(self.ours, self.peer)
 
 
 class Comparison(ServerReport, kw_only=True):
     commands: dict[str, str]
-    """How each server was started, with its environment: a fair fight is one that others can repeat."""
+    """Command line of each server, with its environment."""
     idle_busy_cores: dict[str, float]
-    rows: list[Row]
+    rows: list[ComparisonRow]
     ratios: dict[str, Spread]
 
 
 SERVING_LOADS = (ServingLoad(64, 128, 64), ServingLoad(16, 512, 128))
 SEEDS_A_LOAD = 100
-"""Prompts of one seed begin alike, whatever their length."""
+"""Distance of seeds between loads, since prompts of one seed share their beginning."""
 
 
 @dataclass(slots=True)
 class _Findings:
-    rows: list[Row] = field(default_factory=list)
+    rows: list[ComparisonRow] = field(default_factory=list)
     idle: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
 
-def sides_of(options: CompareOptions) -> list[Side]:
-    """Ours, and the peer's where there is one."""
+def sides_of(options: CompareOptions) -> list[ServerCommand]:
+    """Commands of Baton and, if configured, of the peer."""
     shape = ServerShape(options.model)
-    sides = [our_side(shape, options.our_args)]
+    sides = [our_command(shape, options.our_args)]
     if options.peer is not None:
-        sides.append(peer_side(shape, options.peer, options.peer_args))
+        sides.append(peer_command(shape, options.peer, options.peer_args))
     return sides
 
 
 class Compare:
-    def __init__(self, options: CompareOptions, sides: Sequence[Side], voice: Voice) -> None:
+    def __init__(self, options: CompareOptions, sides: Sequence[ServerCommand], progress: Progress) -> None:
         self._options = options
         self._sides = sides
-        self._voice = voice
-        self._rounds = Rounds(voice, options.pairs, options.look_s)
+        self._progress = progress
+        self._rounds = Rounds(progress, options.pairs, options.look_s)
         self._found = _Findings()
 
     @property
     def measurements(self) -> int:
-        """How many will be taken if all goes well."""
+        """Number of planned measurements."""
         rows = sum(len(SERVING_LOADS) if section is Section.SERVING else 1 for section in self._options.sections)
         return rows * self._options.pairs * max(1, len(self._sides))
 
     def run(self) -> Comparison:
-        """All sections that were asked for. A section that fails is reported, and the next one still runs."""
+        """Run the requested sections. A failed section is reported, and the next one still runs."""
         sections = self._options.sections
-        # Servers first: starts are timed after each side has started once, with the caches that leaves behind.
+        # Servers first: start-up is timed after each side has started once and filled its caches.
         if any(section in sections for section in WITH_SERVERS):
             self._guard("servers", self._with_servers)
         if Section.STARTUP in sections:
@@ -181,14 +181,14 @@ class Compare:
             work()
         except (ChildFailed, MeasurementFailed, TraceMalformed) as error:
             self._found.failures.append(f"{name}: {error}")
-            self._voice.say(f"{name} failed: {error}")
+            self._progress.say(f"{name} failed: {error}")
 
     # --- from the command to the first token
 
     def _startup(self) -> None:
         row = self._row("startup", "command to first token", "s", "lower")
 
-        def taken(side: Side, _pair: int) -> tuple[float, str]:
+        def taken(side: ServerCommand, _pair: int) -> tuple[float, str]:
             with server(side) as serving:
                 return serving.first_token_s, ""
 
@@ -198,8 +198,8 @@ class Compare:
 
     def _with_servers(self) -> None:
         with contextlib.ExitStack() as stack:
-            servers = start_all(stack, self._sides, self._voice)
-            turns, idle = arrange(servers, self._voice, self._options.seed + WARM_UP_SEED)
+            servers = start_servers(stack, self._sides, self._progress)
+            turns, idle = servers_in_turn(servers, self._progress, self._options.seed + WARM_UP_SEED)
             self._found.idle |= idle
             sections = self._options.sections
             if Section.SERVING in sections:
@@ -210,11 +210,11 @@ class Compare:
             if Section.TRACE in sections:
                 self._guard("trace", lambda: self._trace(turns))
 
-    def _serving(self, turns: Turns, load: ServingLoad) -> None:
+    def _serving(self, turns: ServersInTurn, load: ServingLoad) -> None:
         row = self._row("serving", load.name, "output tokens/s", "higher")
 
-        def taken(serving: Serving, pair: int) -> tuple[float, str]:
-            # Another seed for each load and pair: equal work on both sides, and nothing of it in any cache.
+        def taken(serving: RunningServer, pair: int) -> tuple[float, str]:
+            # Another seed for each load and pair: equal work on both sides, and nothing cached.
             seed = self._options.seed + 1 + pair + SEEDS_A_LOAD * SERVING_LOADS.index(load)
             summary = summarise(turns.run(serving, load, seed))
             first = summary.latency.ttft_ms
@@ -223,10 +223,10 @@ class Compare:
 
         self._pairs(row, turns, taken)
 
-    def _prefix(self, turns: Turns) -> None:
+    def _prefix(self, turns: ServersInTurn) -> None:
         row = self._row("prefix", f"second turn of a {CHAT_TOKENS:,}-token chat, TTFT ÷ the first turn's", "", "lower")
 
-        def taken(serving: Serving, pair: int) -> tuple[float, str]:
+        def taken(serving: RunningServer, pair: int) -> tuple[float, str]:
             rounds = (Round(CHAT_TOKENS, CHAT_ANSWER_TOKENS), Round(CHAT_NEXT_TOKENS, CHAT_ANSWER_TOKENS))
             session = BenchSession(index=pair, rounds=rounds)
             result = turns.send(serving, [session], concurrency=1, seed=self._options.seed + 1000, endpoint=Endpoint.CHAT)
@@ -236,8 +236,8 @@ class Compare:
 
         self._pairs(row, turns, taken)
 
-    def _trace(self, turns: Turns) -> None:
-        trace = find_trace(self._options.traces)
+    def _trace(self, turns: ServersInTurn) -> None:
+        trace = find_chat_trace(self._options.traces)
         if trace is None:
             self._found.notes.append(f"trace: {NO_TRACES}")
             return
@@ -245,14 +245,16 @@ class Compare:
         fitting = (r for r in read_trace(trace) if r.input_tokens + r.output_tokens <= TRACE_TOKENS_MAX)
         requests = [request for request, _ in zip(fitting, range(TRACE_REQUESTS), strict=False)]
 
-        def taken(serving: Serving, pair: int) -> tuple[float, str]:
+        def taken(serving: RunningServer, pair: int) -> tuple[float, str]:
             sessions = list(traced_sessions(requests, WorkloadShape()))
             result = turns.send(serving, sessions, TRACE_CONCURRENCY, seed=self._options.seed + 2000 + pair)
             return summarise(result).throughput.output_tokens_per_s, ""
 
         self._pairs(row, turns, taken)
 
-    def _pairs(self, row: Row, turns: Turns, taken: Callable[[Serving, int], tuple[float, str]]) -> None:
+    def _pairs(
+        self, row: ComparisonRow, turns: ServersInTurn, taken: Callable[[RunningServer, int], tuple[float, str]]
+    ) -> None:
         self._measure(row, {serving.side.name: partial(taken, serving) for serving in turns.servers})
 
     # --- the scheduler alone
@@ -275,22 +277,22 @@ class Compare:
 
     # --- what they share
 
-    def _row(self, section: str, name: str, unit: str, better: str) -> Row:
-        row = Row(section, name, unit, better, peer_absent="" if self._options.peer is not None else NO_PEER)
+    def _row(self, section: str, name: str, unit: str, better: str) -> ComparisonRow:
+        row = ComparisonRow(section, name, unit, better, peer_absent="" if self._options.peer is not None else NO_PEER)
         self._found.rows.append(row)
         return row
 
-    def _measure(self, row: Row, sides: dict[str, Callable[[int], tuple[float, str]]]) -> None:
+    def _measure(self, row: ComparisonRow, sides: dict[str, Callable[[int], tuple[float, str]]]) -> None:
         measured = [MeasuredSide(name, take, row.values(name)) for name, take in sides.items()]
         self._rounds.compare(row.name, row.unit, measured)
 
     def _conclude(self) -> Comparison:
         rows = self._found.rows
-        self._found.notes += notes_on_others(self._rounds.loads)
+        self._found.notes += notes_on_other_load(self._rounds.loads)
         return Comparison(
             versions=versions_of(self._options.peer, self._found.failures),
             model=self._options.model.name,
-            commands={side.name: side.told() for side in self._sides},
+            commands={side.name: side.shell_line() for side in self._sides},
             idle_busy_cores=self._found.idle,
             rows=rows,
             ratios={row.name: spread for row in rows if (spread := row.ratio) is not None},
@@ -305,8 +307,8 @@ def _first_token_s(record: RequestRecord) -> float:
     return record.ttft_s
 
 
-def find_trace(folder: Path | None) -> Path | None:
-    """A trace of moderate lengths: chats of a live service before anything else."""
+def find_chat_trace(folder: Path | None) -> Path | None:
+    """A trace of moderate lengths; chats of a live service are preferred."""
     if folder is None or not folder.is_dir():
         return None
     found = sorted(path for pattern in ("*conv*.csv*", "*.csv*", "*.jsonl*") for path in folder.glob(pattern))
@@ -333,10 +335,10 @@ def _our_scheduler_us() -> float:
 def _peer_scheduler_us(peer: str, script: Path, model: Path) -> float:
     command = [*shlex.split(peer), "python", str(script), str(model), str(SCHEDULER_ROWS), str(SCHEDULER_STEPS)]
     output = run_to_end("the scheduler benchmark of vLLM", command, {}, SCHEDULER_LIMIT_S)
-    told = re.search(r"us_per_step=([0-9.]+)", output)
-    if told is None:
+    found = re.search(r"us_per_step=([0-9.]+)", output)
+    if found is None:
         raise MeasurementFailed(f"the scheduler benchmark of vLLM printed no us_per_step:\n{output}")
-    return float(told.group(1))
+    return float(found.group(1))
 
 
 # ── the command ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -370,19 +372,19 @@ def compare(
     minutes on two cores; --section and --pairs make it shorter. Ctrl-C stops everything that was started.
     """
 
-    def prepare(voice: Voice) -> Work[Comparison]:
+    def prepare(progress: Progress) -> Experiment[Comparison]:
         sections = tuple(section or Section)
         options = CompareOptions(
-            model_folder(model, voice), peer, peer_scheduler_script, traces, sections, pairs, our_args, peer_args, seed
+            model_folder(model, progress), peer, peer_scheduler_script, traces, sections, pairs, our_args, peer_args, seed
         )
-        work = Compare(options, sides_of(options), voice)
-        return Work(work.measurements, work.run)
+        work = Compare(options, sides_of(options), progress)
+        return Experiment(work.measurements, work.run)
 
-    conduct(prepare, show, json_file)
+    run_benchmark(prepare, show, json_file)
 
 
 def show(console: Console, comparison: Comparison) -> None:
-    columns: Columns[Row] = (
+    columns: Columns[ComparisonRow] = (
         ("measurement", lambda row: f"{row.name}, {row.unit}" if row.unit else row.name),
         ("Baton", lambda row: shown_values(row.ours, row.ours_absent)),
         ("vLLM", lambda row: shown_values(row.peer, row.peer_absent)),

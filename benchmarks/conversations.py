@@ -32,36 +32,36 @@ class Turn(NamedTuple):
     """One round."""
 
     asked: int
-    """Tokens that the client adds to what was said before."""
+    """New prompt tokens of the round."""
     answered: int
 
 
-Talk = tuple[Turn, ...]
+Conversation = tuple[Turn, ...]
 
 
-def find_talks(trace: Path | None, folder: Path | None) -> Path:
-    """The file that was named, or the ShareGPT lengths among the traces of a folder."""
+def find_conversations(trace: Path | None, folder: Path | None) -> Path:
+    """The named file, or the ShareGPT trace in a folder."""
     return find_trace(trace, folder, TRACE_GLOB, "the ShareGPT lengths")
 
 
-def read_talks(path: Path) -> list[Talk]:
-    return talks_of(read_trace(path))
+def read_conversations(path: Path) -> list[Conversation]:
+    return conversations_of(read_trace(path))
 
 
-def talks_of(rows: Iterable[TracedRequest]) -> list[Talk]:
-    talks: list[list[Turn]] = []
+def conversations_of(rows: Iterable[TracedRequest]) -> list[Conversation]:
+    conversations: list[list[Turn]] = []
     said = 0
     for row in rows:
-        if talks and row.input_tokens > said:
-            talks[-1].append(Turn(row.input_tokens - said, row.output_tokens))
+        if conversations and row.input_tokens > said:
+            conversations[-1].append(Turn(row.input_tokens - said, row.output_tokens))
         else:
-            talks.append([Turn(row.input_tokens, row.output_tokens)])
+            conversations.append([Turn(row.input_tokens, row.output_tokens)])
         said = row.input_tokens + row.output_tokens
-    return [tuple(talk) for talk in talks]
+    return [tuple(conversation) for conversation in conversations]
 
 
-def _drawn(several: Sequence[T], count: int, seed: Sequence[int]) -> list[T]:
-    """`count` different ones, in random order."""
+def _sampled(several: Sequence[T], count: int, seed: Sequence[int]) -> list[T]:
+    """`count` distinct items in random order."""
     if len(several) < count:
         raise BadWorkload(f"{count} sessions were asked for, and the trace has {len(several)} of several rounds")
     chosen = np.random.default_rng(seed).choice(len(several), size=count, replace=False)
@@ -69,27 +69,28 @@ def _drawn(several: Sequence[T], count: int, seed: Sequence[int]) -> list[T]:
 
 
 @dataclass(frozen=True, slots=True)
-class Sessions:
-    """How many conversations are drawn, and what is made of their lengths."""
+class SimulatedConversations:
+    """Conversations drawn from a trace for the simulator, with scaled lengths."""
 
     count: int
     input_scale: float
-    """Factor on the length of what clients add; answers stay as long as in the file."""
+    """Factor on new prompt tokens; answers keep their length."""
     context_tokens: int
-    """A session ends before the round that would not fit."""
+    """A session ends before the first round that exceeds this."""
     max_tokens: int
-    """Declared by clients, unless the answer is longer."""
+    """`max_tokens` of each request, unless the answer is longer."""
     think_us: int = 0
 
-    def drawn(self, talks: Sequence[Talk], seed: int) -> list[PlannedRequest]:
-        """Calls of `count` different conversations of more than one round, session after session."""
-        chosen = _drawn([talk for talk in talks if len(talk) > 1], self.count, [seed, _CALLS])
-        return [call for number, talk in enumerate(chosen) for call in self._calls(number, talk)]
+    def drawn(self, conversations: Sequence[Conversation], seed: int) -> list[PlannedRequest]:
+        """Requests of `count` distinct conversations with more than one round, session by session."""
+        several = [turns for turns in conversations if len(turns) > 1]
+        chosen = _sampled(several, self.count, [seed, _CALLS])
+        return [call for number, conversation in enumerate(chosen) for call in self._calls(number, conversation)]
 
-    def _calls(self, session: int, talk: Talk) -> list[PlannedRequest]:
+    def _calls(self, session: int, conversation: Conversation) -> list[PlannedRequest]:
         calls: list[PlannedRequest] = []
         said = 0
-        for turn in talk:
+        for turn in conversation:
             asked = max(1, round(turn.asked * self.input_scale))
             answered = max(1, turn.answered)
             declared = max(answered, self.max_tokens)
@@ -103,8 +104,8 @@ class Sessions:
 
 
 @dataclass(frozen=True, slots=True)
-class Talks:
-    """Which conversations a real server is sent, and how they are cut to what a CPU can do."""
+class ConversationLoad:
+    """Conversations for a real server, with lengths reduced for a CPU."""
 
     count: int = 78
     concurrency: int = 12
@@ -113,15 +114,15 @@ class Talks:
     context_tokens: int = 1536
     seed: int = 0
 
-    def drawn(self, talks: Sequence[Talk]) -> list[BenchSession]:
-        several = [rounds for talk in talks if len(rounds := self._rounds(talk)) > 1]
-        chosen = _drawn(several, self.count, [self.seed, _SESSIONS])
+    def drawn(self, conversations: Sequence[Conversation]) -> list[BenchSession]:
+        several = [rounds for conversation in conversations if len(rounds := self._rounds(conversation)) > 1]
+        chosen = _sampled(several, self.count, [self.seed, _SESSIONS])
         return [BenchSession(number, rounds) for number, rounds in enumerate(chosen)]
 
-    def _rounds(self, talk: Talk) -> tuple[Round, ...]:
+    def _rounds(self, conversation: Conversation) -> tuple[Round, ...]:
         rounds: list[Round] = []
         said = 0
-        for turn in talk:
+        for turn in conversation:
             asked = max(1, round(turn.asked * self.input_scale))
             answered = max(1, min(turn.answered, self.output_tokens_max))
             said += asked + answered

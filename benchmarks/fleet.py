@@ -37,23 +37,23 @@ class _Instances(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class FleetInstance:
     child: Child
     url: str
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class RunningFleet:
     router: Child
     url: str
-    members: tuple[Member, ...]
+    members: tuple[FleetInstance, ...]
 
 
 @contextlib.asynccontextmanager
 async def fleet(
     served: Sequence[str], roles: Sequence[str], router: Sequence[str] = (), each: Sequence[str] = ()
-) -> AsyncIterator[Fleet]:
-    """`served` is what router and instances are given alike: the model, or the executor that needs none."""
+) -> AsyncIterator[RunningFleet]:
+    """Start a fleet. `served`: arguments of both router and instances: the model, or the scripted executor."""
     env = {"BATON_CLUSTER_KEY": secrets.token_hex(32), "BATON_LOG_LEVEL": "warning"}
     port, join_port = free_port(), free_port()
     async with AsyncExitStack() as running:
@@ -64,13 +64,13 @@ async def fleet(
             own, name = free_port(), f"{role}-{number}"
             command = [*_BATON, "serve", *served, "--port", str(own), "--role", role, "--name", name, *each]
             command += ["--router", f"127.0.0.1:{join_port}", *(("--peer-port", "0") if role == "prefill" else ())]
-            members.append(Member(running.enter_context(started(name, command, env)), f"http://127.0.0.1:{own}"))
-        made = Fleet(lead, f"http://127.0.0.1:{port}", tuple(members))
+            members.append(FleetInstance(running.enter_context(started(name, command, env)), f"http://127.0.0.1:{own}"))
+        made = RunningFleet(lead, f"http://127.0.0.1:{port}", tuple(members))
         await _until_joined(made)
         yield made
 
 
-async def _until_joined(fleet: Fleet) -> None:
+async def _until_joined(fleet: RunningFleet) -> None:
     begun_s = perf_counter()
     async with open_http(2) as http:
         while await _ready(http, fleet.url) < len(fleet.members):
@@ -82,7 +82,7 @@ async def _until_joined(fleet: Fleet) -> None:
 
 
 async def _ready(http: aiohttp.ClientSession, url: str) -> int:
-    """Instances that serve, as the router sees it."""
+    """Number of ready instances, from the router."""
     try:
         async with http.get(f"{url}/v1/instances") as response:
             listed = msgspec.json.decode(await response.read(), type=_Instances).data

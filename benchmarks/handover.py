@@ -1,4 +1,4 @@
-"""How fast KV goes from one process to another, beside memcpy and a bare socket.
+"""Bandwidth of KV transfers between two processes, compared with memcpy and a bare socket.
 
 Both pools lie in memory that has been touched. Blocks are scattered in both, as in pools long in use; every layer of every
 block is a piece of its own, as when layers leave while a step computes. All of it is measured in turns within a round:
@@ -48,25 +48,25 @@ from benchmarks.handover_sender import (
 from benchmarks.options import JsonFile
 from benchmarks.runner import (
     Columns,
+    Experiment,
     MeasurementFailed,
+    Progress,
     Rounds,
-    Voice,
-    Work,
-    conduct,
     median_ratio,
     model_folder,
-    print_others,
+    print_other_load,
+    run_benchmark,
     table_of,
 )
 
 MEMCPY, SOCKET = "memcpy", "socket"
 GOALS = {"shm": (MEMCPY, 0.80), "tcp": (SOCKET, 0.70)}
-"""Kind → what it is held against, and how much of it it should reach without checks."""
+"""Transfer kind → (reference, share of it to reach without checks)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
-    """Whose KV it could be."""
+class ModelKv:
+    """KV sizes of a model."""
 
     name: str
     layers: int
@@ -75,17 +75,17 @@ class Model:
 
 
 MODELS = (
-    Model("8B, bf16", 32, 8 * 128 * 2 * 16 * 2),
-    Model("SmolLM2-135M, float32", 30, 3 * 64 * 2 * 16 * 4),
+    ModelKv("8B, bf16", 32, 8 * 128 * 2 * 16 * 2),
+    ModelKv("SmolLM2-135M, float32", 30, 3 * 64 * 2 * 16 * 4),
 )
 
 
 class TransferFailed(MeasurementFailed):
-    """A transfer that was measured did not end well."""
+    """A measured transfer failed."""
 
 
-class Way(msgspec.Struct, frozen=True):
-    """One thing that is measured."""
+class TransferMeasured(msgspec.Struct, frozen=True):
+    """A transfer kind, memcpy or socket, with or without checks."""
 
     name: str
     verified: bool = False
@@ -95,8 +95,8 @@ class Way(msgspec.Struct, frozen=True):
         return f"{self.name}, checks" if self.verified else self.name
 
 
-class Speed(msgspec.Struct, frozen=True):
-    way: Way
+class TransferSpeed(msgspec.Struct, frozen=True):
+    way: TransferMeasured
     gb_per_s: list[float]
     of_memcpy: float
     of_socket: float
@@ -106,9 +106,9 @@ class ModelSpeeds(msgspec.Struct, frozen=True):
     model: str
     piece_bytes: int
     total_bytes: int
-    speeds: list[Speed]
+    speeds: list[TransferSpeed]
     goals: dict[str, float]
-    """Kind → the share that it reached of what it is held against."""
+    """Transfer kind → measured share of its reference."""
 
 
 class HandoverReport(msgspec.Struct, frozen=True):
@@ -119,12 +119,12 @@ class HandoverReport(msgspec.Struct, frozen=True):
     absent: dict[str, str]
 
 
-class _GiverProcess:
+class _SenderProcess:
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
 
     def ask(self, what: Order) -> Callable[[], Sent]:
-        """Give an order; call the result to wait for the answer."""
+        """Send an order; call the result to wait for the reply."""
         if self._process.stdin is None:
             raise TransferFailed("the sending process has no way in")
         self._process.stdin.write(msgspec.json.encode(what) + b"\n")
@@ -142,24 +142,24 @@ class _GiverProcess:
 
 
 @contextlib.contextmanager
-def _giver_process() -> Iterator[_GiverProcess]:
+def _sender_process() -> Iterator[_SenderProcess]:
     command = [sys.executable, "-m", "benchmarks.handover_sender"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
-        yield _GiverProcess(process)
+        yield _SenderProcess(process)
     finally:
         process.kill()
         process.communicate()
 
 
 class Transfers:
-    """Both pools of one model, and every way between them."""
+    """Source and target pools of one model, and the transfers between them."""
 
-    def __init__(self, model: Model, total_bytes: int, giver: _GiverProcess) -> None:
-        self._giver = giver
+    def __init__(self, model: ModelKv, total_bytes: int, sender: _SenderProcess) -> None:
+        self._sender = sender
         block_bytes = layout_of(model.layer_bytes, model.layers).block_bytes
         blocks = -(-total_bytes // block_bytes)
-        begun = giver.ask(Begin(model.layer_bytes, model.layers, blocks))
+        begun = sender.ask(Begin(model.layer_bytes, model.layers, blocks))
         self._source = filled_pool(model.layer_bytes, model.layers, blocks)
         self._memory = filled_pool(model.layer_bytes, model.layers, blocks)
         self._sources, self._targets = scattered(blocks, seed=1), scattered(blocks, seed=2)
@@ -168,8 +168,8 @@ class Transfers:
         self.total_bytes = blocks * block_bytes
         begun()
 
-    def measure(self, way: Way) -> float:
-        """Seconds."""
+    def measure(self, way: TransferMeasured) -> float:
+        """Seconds of one transfer."""
         match way.name:
             case "memcpy":
                 return self._memcpy_s()
@@ -193,7 +193,7 @@ class Transfers:
 
     def _socket_s(self) -> float:
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            answer = self._giver.ask(SendBare(listener.getsockname()[1]))
+            answer = self._sender.ask(SendBare(listener.getsockname()[1]))
             line, _ = listener.accept()
             with line:
                 into, at = self._memory.pool.data.cast("B"), 0
@@ -205,15 +205,15 @@ class Transfers:
                 ended_s = time.monotonic()
         return ended_s - answer().began_s
 
-    def _transfer_s(self, way: Way) -> float:
+    def _transfer_s(self, way: TransferMeasured) -> float:
         receiver, events = self._receiver(way)
         self._requests += 1
-        handover = Handover(PeerId("giver"), self._requests, 1)
-        self._memory.pool[:, 0] = 255  # something of every block must come
+        handover = Handover(PeerId("sender"), self._requests, 1)
+        self._memory.pool[:, 0] = 255  # every block must arrive
         receiver.expect(handover, TOKEN, 0, self._targets)
         if not way.verified:
             receiver.verify(handover, b"")
-        answer = self._giver.ask(Send(way.name, way.verified, receiver.address, self._requests))
+        answer = self._sender.ask(Send(way.name, way.verified, receiver.address, self._requests))
         if way.verified:
             sent = answer()
             receiver.verify(handover, sent.checks)
@@ -232,7 +232,7 @@ class Transfers:
             raise TransferFailed(str(event))
         return time.monotonic()
 
-    def _receiver(self, way: Way) -> tuple[Receiver, queue.SimpleQueue[PeerEvent]]:
+    def _receiver(self, way: TransferMeasured) -> tuple[Receiver, queue.SimpleQueue[PeerEvent]]:
         key = way.name, way.verified
         if key not in self._receivers:
             events: queue.SimpleQueue[PeerEvent] = queue.SimpleQueue()
@@ -240,23 +240,23 @@ class Transfers:
         return self._receivers[key]
 
 
-def ways_of(kinds: Sequence[str]) -> list[Way]:
-    bare = [Way(MEMCPY), Way(SOCKET)]
-    return [*bare, *(Way(kind, verified) for verified in (False, True) for kind in kinds)]
+def transfers_to_measure(kinds: Sequence[str]) -> list[TransferMeasured]:
+    bare = [TransferMeasured(MEMCPY), TransferMeasured(SOCKET)]
+    return [*bare, *(TransferMeasured(kind, verified) for verified in (False, True) for kind in kinds)]
 
 
-def run(total_bytes: int, rounds: int, voice: Voice, models: Sequence[Model] = MODELS) -> HandoverReport:
-    """Everything, in turns."""
+def run(total_bytes: int, rounds: int, progress: Progress, models: Sequence[ModelKv] = MODELS) -> HandoverReport:
+    """Measure all models and transfers, in turns."""
     absent = {kind: reason for kind in KINDS if (reason := available(kind)) is not None}
-    ways = ways_of([kind for kind in KINDS if kind not in absent])
-    taking = Rounds(voice, rounds)
+    ways = transfers_to_measure([kind for kind in KINDS if kind not in absent])
+    taking = Rounds(progress, rounds)
     speeds = [_measure_model(model, total_bytes, ways, taking) for model in models]
     return HandoverReport(describe_machine(), rounds, taking.loads, speeds, absent)
 
 
-def _measure_model(model: Model, total_bytes: int, ways: Sequence[Way], rounds: Rounds) -> ModelSpeeds:
-    with _giver_process() as giver:
-        transfers = Transfers(model, total_bytes, giver)
+def _measure_model(model: ModelKv, total_bytes: int, ways: Sequence[TransferMeasured], rounds: Rounds) -> ModelSpeeds:
+    with _sender_process() as sender:
+        transfers = Transfers(model, total_bytes, sender)
         try:
             taken_s = rounds.repeat(model.name, {way.title: partial(transfers.measure, way) for way in ways})
         finally:
@@ -264,15 +264,15 @@ def _measure_model(model: Model, total_bytes: int, ways: Sequence[Way], rounds: 
         return speeds_of(model, transfers.total_bytes, {way: taken_s[way.title] for way in ways})
 
 
-def speeds_of(model: Model, total_bytes: int, taken_s: Mapping[Way, Sequence[float]]) -> ModelSpeeds:
-    def share(way: Way, of: str) -> float:
-        return median_ratio(taken_s[Way(of)], taken_s[way])
+def speeds_of(model: ModelKv, total_bytes: int, taken_s: Mapping[TransferMeasured, Sequence[float]]) -> ModelSpeeds:
+    def share(way: TransferMeasured, of: str) -> float:
+        return median_ratio(taken_s[TransferMeasured(of)], taken_s[way])
 
     speeds = [
-        Speed(way, [total_bytes / taken / 1e9 for taken in values], share(way, MEMCPY), share(way, SOCKET))
+        TransferSpeed(way, [total_bytes / taken / 1e9 for taken in values], share(way, MEMCPY), share(way, SOCKET))
         for way, values in taken_s.items()
     ]
-    goals = {kind: share(Way(kind), of) for kind, (of, _) in GOALS.items() if Way(kind) in taken_s}
+    goals = {kind: share(TransferMeasured(kind), of) for kind, (of, _) in GOALS.items() if TransferMeasured(kind) in taken_s}
     return ModelSpeeds(model.name, model.layer_bytes, total_bytes, speeds, goals)
 
 
@@ -307,11 +307,11 @@ def handover(
     before its prefill ends, and the time to the first token beside sending it afterwards. Exits with 1 when one failed.
     """
 
-    def prepare(voice: Voice) -> Work[HandoverReport]:
-        ways = ways_of([kind for kind in KINDS if available(kind) is None])
-        return Work(len(ways) * rounds * len(MODELS), lambda: run(megabytes * 1_000_000, rounds, voice))
+    def prepare(progress: Progress) -> Experiment[HandoverReport]:
+        ways = transfers_to_measure([kind for kind in KINDS if available(kind) is None])
+        return Experiment(len(ways) * rounds * len(MODELS), lambda: run(megabytes * 1_000_000, rounds, progress))
 
-    conduct(prepare, show, json_file)
+    run_benchmark(prepare, show, json_file)
     if overlap:
         _overlap(model, prompt_tokens, step_tokens, overlap_rounds, overlap_json)
 
@@ -322,15 +322,15 @@ def _overlap(model: str, prompt_tokens: int, step_tokens: int, rounds: int, json
 
     kinds = [kind for kind in ("shm", "tcp") if available(kind) is None]
 
-    def prepare(voice: Voice) -> Work[overlap.OverlapReport]:
-        folder = model_folder(model, voice)
-        work = partial(overlap.run, folder, "bfloat16", kinds, prompt_tokens, step_tokens, rounds, voice)
-        return Work(overlap.RUNS_A_ROUND * len(kinds) * rounds, work)
+    def prepare(progress: Progress) -> Experiment[overlap.OverlapReport]:
+        folder = model_folder(model, progress)
+        work = partial(overlap.run, folder, "bfloat16", kinds, prompt_tokens, step_tokens, rounds, progress)
+        return Experiment(overlap.RUNS_A_ROUND * len(kinds) * rounds, work)
 
-    conduct(prepare, overlap.show, json_file)
+    run_benchmark(prepare, overlap.show, json_file)
 
 
-COLUMNS: Columns[Speed] = (
+COLUMNS: Columns[TransferSpeed] = (
     ("", lambda speed: speed.way.title),
     ("GB/s", lambda speed: f"{median(speed.gb_per_s):.2f}"),
     ("lowest – highest", lambda speed: f"{min(speed.gb_per_s):.2f} – {max(speed.gb_per_s):.2f}"),
@@ -348,4 +348,4 @@ def show(console: Console, report: HandoverReport) -> None:
             of, goal = GOALS[kind]
             verdict = "reached" if reached >= goal else "missed"
             console.print(f"{kind} without checks: {reached:.2f} of {of} (goal {goal:.2f}): {verdict}")
-    print_others(console, report.load, report.absent)
+    print_other_load(console, report.load, report.absent)

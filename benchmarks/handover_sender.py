@@ -1,4 +1,4 @@
-"""The sending half of `benchmarks.handover`: a process that sends KV when it is told to, and says when it began.
+"""The sending process of `benchmarks.handover`: sends KV on request and reports when it began.
 
 Its orders are lines of JSON on standard input, its answers lines on standard output. Both processes read the same monotonic
 clock, so a transfer is timed from the order to ship here to the last byte over there.
@@ -25,7 +25,7 @@ SOCKET_CALL_BYTES = 1 << 20
 
 
 class Begin(msgspec.Struct, tag="begin", frozen=True):
-    """Size of the pool, and of its layers."""
+    """Create a pool of this size."""
 
     layer_bytes: int
     layers: int
@@ -40,7 +40,7 @@ class Send(msgspec.Struct, tag="send", frozen=True):
 
 
 class SendBare(msgspec.Struct, tag="bare", frozen=True):
-    """The same bytes through a plain socket."""
+    """Send the same bytes through a plain socket."""
 
     port: int
 
@@ -59,7 +59,7 @@ def layout_of(layer_bytes: int, layers: int) -> KvLayout:
 
 
 def filled_pool(layer_bytes: int, layers: int, blocks: int) -> KvMemory:
-    """Every page of it touched, as in a pool that is in use."""
+    """A pool with every page written, as in service."""
     memory = allocate_pool(layout_of(layer_bytes, layers), blocks)
     memory.pool[:] = np.arange(memory.layout.block_bytes, dtype=np.uint32).astype(np.uint8)
     memory.pool[:, 0] = np.arange(blocks, dtype=np.uint32).astype(np.uint8)
@@ -67,11 +67,11 @@ def filled_pool(layer_bytes: int, layers: int, blocks: int) -> KvMemory:
 
 
 def scattered(blocks: int, seed: int) -> Int32s:
-    """All blocks of a pool, in the order in which a pool long in use would give them out."""
+    """All blocks of a pool in random order, as in a pool long in use."""
     return np.random.default_rng(seed).permutation(blocks).astype(np.int32)
 
 
-class Giver:
+class KvSender:
     def __init__(self, begin: Begin) -> None:
         self._memory = filled_pool(begin.layer_bytes, begin.layers, begin.blocks)
         self._blocks = scattered(begin.blocks, seed=1)
@@ -79,9 +79,9 @@ class Giver:
         self._step = 0
 
     def send(self, order: Send) -> Sent:
-        """Layer after layer, as a step would compute them if it took no time."""
+        """Send layer by layer, as if a step computed them in no time."""
         sender, events = self._sender(order.kind, order.verified)
-        handover = Handover(PeerId("taker"), order.request, 1)
+        handover = Handover(PeerId("receiver"), order.request, 1)
         self._step += 1
         sender.open(handover, order.address, TOKEN, 0, self._blocks)
         began_s = time.monotonic()
@@ -118,22 +118,22 @@ class Giver:
 
 
 def main() -> None:
-    giver: Giver | None = None
+    sender: KvSender | None = None
     for line in sys.stdin.buffer:
         match msgspec.json.decode(line, type=Order):
             case Begin() as begin:
-                giver = Giver(begin)
+                sender = KvSender(begin)
                 answer = Sent(time.monotonic())
-            case Send() as order if giver is not None:
-                answer = giver.send(order)
-            case SendBare() as bare if giver is not None:
-                answer = giver.send_bare(bare)
+            case Send() as order if sender is not None:
+                answer = sender.send(order)
+            case SendBare() as bare if sender is not None:
+                answer = sender.send_bare(bare)
             case _:
                 answer = Sent(time.monotonic(), failure="nothing has begun")
         sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
         sys.stdout.buffer.flush()
-    if giver is not None:
-        giver.close()
+    if sender is not None:
+        sender.close()
 
 
 if __name__ == "__main__":

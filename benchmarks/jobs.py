@@ -26,7 +26,7 @@ STOP_S = 5.0
 
 
 class JobFailed(BatonError):
-    """A job came to no result; the message is what its process said."""
+    """A job failed; the message is the stderr of its process."""
 
 
 def cores() -> int:
@@ -37,14 +37,14 @@ def cores() -> int:
 def run_jobs(
     kind: str, jobs: Sequence[Job], result: type[Result], done: Callable[[Result], None], processes: int
 ) -> list[Result]:
-    """Every job's result; `done` is called with each as it comes, in this thread."""
+    """Results in the order of the jobs; `done` is called with each as it arrives, in this thread."""
     found: dict[int, Result] = {}
     todo: SimpleQueue[int | None] = SimpleQueue()
     news: SimpleQueue[tuple[int, bytes] | JobFailed] = SimpleQueue()
     for number in range(len(jobs)):
         todo.put(number)
     lines = [msgspec.json.encode(job) for job in jobs]
-    hands = [_Hand(kind) for _ in range(min(processes, len(jobs)))]
+    hands = [_JobProcess(kind) for _ in range(min(processes, len(jobs)))]
     try:
         for hand in hands:
             todo.put(None)
@@ -61,8 +61,8 @@ def run_jobs(
     return [found[number] for number in range(len(jobs))]
 
 
-class _Hand:
-    """One process, and the thread that feeds it."""
+class _JobProcess:
+    """One worker process and the thread that feeds it."""
 
     def __init__(self, kind: str) -> None:
         self._process = subprocess.Popen(
@@ -107,7 +107,7 @@ class _Hand:
             self._process.kill()
             self._process.wait()
         if self._thread is not None:
-            self._thread.join(STOP_S)  # what it read from is closed
+            self._thread.join(STOP_S)  # its pipe is closed, so it ends
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             if pipe is not None:
                 with contextlib.suppress(BrokenPipeError):
@@ -117,7 +117,7 @@ class _Hand:
 # ── one process ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def work_of(kind: str) -> Callable[[bytes], msgspec.Struct]:
+def job_runner(kind: str) -> Callable[[bytes], msgspec.Struct]:
     # Imported here because both of them import this module.
     if kind == "split":
         from benchmarks.split import SplitJob, run_split
@@ -129,8 +129,8 @@ def work_of(kind: str) -> Callable[[bytes], msgspec.Struct]:
 
 
 def main() -> None:
-    """A line of JSON in, a line of JSON out, until there are no more."""
-    work = work_of(sys.argv[1])
+    """Read one job per line from stdin, write one result per line to stdout."""
+    work = job_runner(sys.argv[1])
     for line in sys.stdin.buffer:
         sys.stdout.buffer.write(msgspec.json.encode(work(line)) + b"\n")
         sys.stdout.buffer.flush()

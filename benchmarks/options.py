@@ -1,4 +1,4 @@
-"""Options that several experiments have: one meaning, one help text."""
+"""Options shared by several experiments."""
 
 from __future__ import annotations
 

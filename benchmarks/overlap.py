@@ -1,4 +1,4 @@
-"""How much of a prompt's KV has left before its prefill ends, and what that does to the time to the first token.
+"""Share of a prompt's KV sent before its prefill ends, and its effect on the time to the first token.
 
 An instance that prefills and one that decodes, each with the loop, worker and transfers that serve, on threads of one
 process; only the session between them is in memory. The one that prefills computes a real model; the one that decodes only
@@ -42,9 +42,9 @@ from baton.node.engine import EngineLoop
 from baton.node.inbox import EngineInbox, ThreadFailure
 from baton.node.kv_transfers import KvTransfers, TransferOrder
 from baton.wire.engine_messages import StepOutput, decode_from_engine, encode_to_engine
-from benchmarks.runner import Columns, Voice, table_of
+from benchmarks.runner import Columns, Progress, table_of
 
-GIVER, TAKER = PeerId("giver"), PeerId("taker")
+PREFILL_PEER, DECODE_PEER = PeerId("prefill"), PeerId("decode")
 BLOCK_SIZE = 16
 THROTTLE = 1.5
 GOAL = 0.90
@@ -52,7 +52,7 @@ ANSWER_S = 600
 HOST = "127.0.0.1"
 
 
-class Mode(msgspec.Struct, frozen=True):
+class OverlapMode(msgspec.Struct, frozen=True):
     kind: str
     after_prefill: bool
     throttled: bool
@@ -63,18 +63,18 @@ class Mode(msgspec.Struct, frozen=True):
         return f"{self.kind}, {sent}{', throttled' if self.throttled else ''}"
 
 
-class Run(msgspec.Struct, frozen=True):
+class OverlapRun(msgspec.Struct, frozen=True):
     bytes_per_s: float | None
-    """Limit of the sender; None: unlimited."""
+    """Rate limit of the sender; None: unlimited."""
     prefill_s: float
     ttft_s: float
     left_share: float
-    """Of all bytes, those that were in the other pool when the prefill ended."""
+    """Share of bytes that had arrived in the other pool when the prefill ended."""
 
 
-class Overlap(msgspec.Struct, frozen=True):
-    mode: Mode
-    runs: list[Run]
+class OverlapResult(msgspec.Struct, frozen=True):
+    mode: OverlapMode
+    runs: list[OverlapRun]
 
     @property
     def left_share(self) -> float:
@@ -90,15 +90,15 @@ class OverlapReport(msgspec.Struct, frozen=True):
     prompt_tokens: int
     step_tokens: int
     kv_bytes: int
-    modes: list[Overlap]
+    modes: list[OverlapResult]
 
 
-class _Over(Exception):
-    """Ends a loop."""
+class _LoopEnded(Exception):
+    """Ends an engine loop."""
 
 
-class _Held:
-    """Transfers that send nothing of a prompt before all of it is computed."""
+class _SendAfterPrefill:
+    """Delays all sends of a prompt until its prefill has ended."""
 
     def __init__(self, inner: KvTransfers) -> None:
         self._inner = inner
@@ -111,7 +111,7 @@ class _Held:
             self._inner.carry_out(order)
 
     def layer_done(self, _step: int, _layer: int) -> None:
-        """Not before the prefill is over."""
+        """Ignored: nothing is sent by layer."""
 
     def step_done(self, step: int) -> None:
         over = [handover for handover, ships in self._ships.items() if ships[-1].last and (ships[-1].step or 0) <= step]
@@ -123,8 +123,8 @@ class _Held:
         self._inner.close()
 
 
-class _Timed:
-    """An executor, and when its steps ended."""
+class _TimedExecutor:
+    """An executor that records when steps with a first token ended."""
 
     def __init__(self, inner: Executor) -> None:
         self._inner = inner
@@ -132,7 +132,7 @@ class _Timed:
         self.on_layer: LayerDone | None = None
         self.arrived_bytes: Callable[[], int] = lambda: 0
         self.firsts: queue.SimpleQueue[tuple[float, int]] = queue.SimpleQueue()
-        """One for each step that yielded a first token: when it ended, and the bytes arrived by then."""
+        """(end time, bytes arrived by then) of each step that yielded a first token."""
 
     @property
     def kv(self) -> KvView:
@@ -151,8 +151,8 @@ class _Timed:
         self._inner.close()
 
 
-class _Side:
-    """One instance: its loop on a thread, and the way to the other side."""
+class _Instance:
+    """One instance: an engine loop on a thread, connected to the other instance in memory."""
 
     def __init__(self, role: Role, executor: Executor, step_tokens: int, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         shape = executor.shape
@@ -165,29 +165,29 @@ class _Side:
         self.front.bind(f"inproc://{role.name}")
         self.front.setsockopt(zmq.RCVTIMEO, ANSWER_S * 1000)
         back.connect(f"inproc://{role.name}")
-        self.transfers: KvTransfers | _Held | None = None
-        self.other: _Side | None = None
+        self.transfers: KvTransfers | _SendAfterPrefill | None = None
+        self.other: _Instance | None = None
         self._role = role
         worker = Worker(config, PrefixIndex(b"bench", executor.fingerprint, config.blocks), b"bench")
         self._loop = EngineLoop(worker, executor, back, self.inbox, self)
         self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def start(self, other: _Side) -> None:
+    def start(self, other: _Instance) -> None:
         self.other = other
         self._thread.start()
-        self.inbox.put(PeerOpened(TAKER if self._role.gives else GIVER))
+        self.inbox.put(PeerOpened(DECODE_PEER if self._role.gives else PREFILL_PEER))
 
     def stop(self) -> None:
-        self.inbox.put(ThreadFailure(_Over()))
+        self.inbox.put(ThreadFailure(_LoopEnded()))
         self._thread.join()
 
     def _run(self) -> None:
-        with contextlib.suppress(_Over):
+        with contextlib.suppress(_LoopEnded):
             self._loop.run()
 
     def carry_out(self, effect: PeerEffect) -> None:
         if isinstance(effect, Tell) and self.other is not None:
-            self.other.inbox.put(Heard(GIVER if self._role.gives else TAKER, effect.message))
+            self.other.inbox.put(Heard(PREFILL_PEER if self._role.gives else DECODE_PEER, effect.message))
         elif self.transfers is not None and isinstance(effect, TransferOrder):
             self.transfers.carry_out(effect)
 
@@ -200,28 +200,29 @@ class _Side:
             self.transfers.step_done(step)
 
     def connect_to(self, addresses: tuple[str, ...]) -> None:
-        del addresses  # the two sides know each other
+        del addresses  # the two instances are connected already
 
     def traffic(self) -> PeerTraffic:
         return PeerTraffic({}, 0)
 
 
 @dataclass
-class Pair:
-    """Both sides, and what is measured on them."""
+class InstancePair:
+    """Both instances, and measurements on them."""
 
-    giver: _Side
-    taker: _Side
-    executor: _Timed
+    prefill_side: _Instance
+    decode_side: _Instance
+    executor: _TimedExecutor
     memory: KvMemory
     target: KvMemory
     asked: int = 0
 
-    def measure(self, mode: Mode, prompt_tokens: int, bytes_per_s: float | None) -> Run:
-        receiving = KvTransfers(DECODE, mode.kind, self.target, self.taker.inbox.put, HOST)
-        sending = KvTransfers(PREFILL, mode.kind, self.memory, self.giver.inbox.put, HOST, bytes_per_s)
-        sending.accept(TAKER, receiving.offer(GIVER, same_host=True))
-        self.taker.transfers, self.giver.transfers = receiving, _Held(sending) if mode.after_prefill else sending
+    def measure(self, mode: OverlapMode, prompt_tokens: int, bytes_per_s: float | None) -> OverlapRun:
+        receiving = KvTransfers(DECODE, mode.kind, self.target, self.decode_side.inbox.put, HOST)
+        sending = KvTransfers(PREFILL, mode.kind, self.memory, self.prefill_side.inbox.put, HOST, bytes_per_s)
+        sending.accept(DECODE_PEER, receiving.offer(PREFILL_PEER, same_host=True))
+        self.decode_side.transfers = receiving
+        self.prefill_side.transfers = _SendAfterPrefill(sending) if mode.after_prefill else sending
         self.executor.arrived_bytes = receiving.arrived_bytes
         try:
             return self._ask(prompt_tokens, bytes_per_s)
@@ -229,24 +230,24 @@ class Pair:
             sending.close()
             receiving.close()
 
-    def _ask(self, prompt_tokens: int, bytes_per_s: float | None) -> Run:
+    def _ask(self, prompt_tokens: int, bytes_per_s: float | None) -> OverlapRun:
         self.asked += 1
         draws = np.random.default_rng(self.asked)
         prompt = frozen_tokens(draws.integers(10, self.executor.vocabulary, prompt_tokens))
         asked = Submission(RequestId(str(self.asked)), prompt, Sampling(seed=0, temperature=0.0), 1)
         began_s = time.monotonic()
-        self.taker.front.send(encode_to_engine(Submit(self.asked, (asked,))))
+        self.decode_side.front.send(encode_to_engine(Submit(self.asked, (asked,))))
         ended_s, left_bytes = self.executor.firsts.get(timeout=ANSWER_S)
         while True:
-            message = decode_from_engine(self.taker.front.recv())
+            message = decode_from_engine(self.decode_side.front.recv())
             if isinstance(message, StepOutput) and message.ended:
                 break
         kv_bytes = -(-prompt_tokens // BLOCK_SIZE) * self.memory.layout.block_bytes
-        return Run(bytes_per_s, ended_s - began_s, time.monotonic() - began_s, left_bytes / kv_bytes)
+        return OverlapRun(bytes_per_s, ended_s - began_s, time.monotonic() - began_s, left_bytes / kv_bytes)
 
 
 @contextlib.contextmanager
-def pair(folder: Path, dtype: str, prompt_tokens: int, step_tokens: int) -> Iterator[Pair]:
+def pair(folder: Path, dtype: str, prompt_tokens: int, step_tokens: int) -> Iterator[InstancePair]:
     from baton.executor.cpu.executor import TorchCpuExecutor
 
     blocks = 2 * (-(-prompt_tokens // BLOCK_SIZE) + 1)
@@ -258,7 +259,7 @@ def pair(folder: Path, dtype: str, prompt_tokens: int, step_tokens: int) -> Iter
         return shared.array
 
     inner = TorchCpuExecutor.load(folder, dtype=dtype, slots=2, block_size=BLOCK_SIZE, blocks=blocks, allocate=allocate)
-    executor = _Timed(inner)
+    executor = _TimedExecutor(inner)
     pool, spans, found, _ = executor.kv
     sizes = tuple(end - begin for begin, end in spans)
     layout = KvLayout(executor.fingerprint, found, BLOCK_SIZE, sizes)
@@ -267,53 +268,54 @@ def pair(folder: Path, dtype: str, prompt_tokens: int, step_tokens: int) -> Iter
     shape = ExecutorShape(2, blocks, BLOCK_SIZE, executor.shape.context_tokens)
     counting = CountingExecutor(shape, lambda _seed: 1)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    giver, taker = _Side(PREFILL, executor, step_tokens, context), _Side(DECODE, counting, step_tokens, context)
-    inner.on_layer = giver.layer_done
-    giver.start(taker)
-    taker.start(giver)
+    prefill_side = _Instance(PREFILL, executor, step_tokens, context)
+    decode_side = _Instance(DECODE, counting, step_tokens, context)
+    inner.on_layer = prefill_side.layer_done
+    prefill_side.start(decode_side)
+    decode_side.start(prefill_side)
     try:
-        yield Pair(giver, taker, executor, memory, target)
+        yield InstancePair(prefill_side, decode_side, executor, memory, target)
     finally:
-        giver.stop()
-        taker.stop()
+        prefill_side.stop()
+        decode_side.stop()
         context.destroy(0)
         executor.close()
 
 
 def run(
-    folder: Path, dtype: str, kinds: list[str], prompt_tokens: int, step_tokens: int, rounds: int, voice: Voice
+    folder: Path, dtype: str, kinds: list[str], prompt_tokens: int, step_tokens: int, rounds: int, progress: Progress
 ) -> OverlapReport:
-    """Interleaved: each throttled run follows the one whose production sets its limit, since machines drift."""
-    runs: dict[Mode, list[Run]] = {}
+    """Measure all modes, interleaved: each throttled run follows the run that sets its limit, since machines drift."""
+    runs: dict[OverlapMode, list[OverlapRun]] = {}
 
-    def measure(mode: Mode, bytes_per_s: float | None) -> Run:
-        voice.doing(mode.title)
+    def measure(mode: OverlapMode, bytes_per_s: float | None) -> OverlapRun:
+        progress.doing(mode.title)
         runs.setdefault(mode, []).append(sides.measure(mode, prompt_tokens, bytes_per_s))
-        voice.done()
+        progress.done()
         return runs[mode][-1]
 
     with pair(folder, dtype, prompt_tokens, step_tokens) as sides:
         kv_bytes = -(-prompt_tokens // BLOCK_SIZE) * sides.memory.layout.block_bytes
-        sides.measure(Mode(kinds[0], after_prefill=False, throttled=False), prompt_tokens, None)  # to warm up
+        sides.measure(OverlapMode(kinds[0], after_prefill=False, throttled=False), prompt_tokens, None)  # to warm up
         for kind in kinds * rounds:
-            measure(Mode(kind, after_prefill=True, throttled=False), None)
+            measure(OverlapMode(kind, after_prefill=True, throttled=False), None)
             for after_prefill in (False, True):
-                free = measure(Mode(kind, after_prefill=False, throttled=False), None)
-                measure(Mode(kind, after_prefill, throttled=True), THROTTLE * kv_bytes / free.prefill_s)
-    modes = [Overlap(mode, found) for mode, found in sorted(runs.items(), key=lambda item: item[0].title)]
+                free = measure(OverlapMode(kind, after_prefill=False, throttled=False), None)
+                measure(OverlapMode(kind, after_prefill, throttled=True), THROTTLE * kv_bytes / free.prefill_s)
+    modes = [OverlapResult(mode, found) for mode, found in sorted(runs.items(), key=lambda item: item[0].title)]
     return OverlapReport(folder.name, prompt_tokens, step_tokens, kv_bytes, modes)
 
 
 RUNS_A_ROUND = 5
-"""For each kind."""
+"""Runs per round and kind."""
 
 
 def show(console: Console, report: OverlapReport) -> None:
-    def link(item: Overlap) -> str:
+    def link(item: OverlapResult) -> str:
         ratios = [one.bytes_per_s * one.prefill_s / report.kv_bytes for one in item.runs if one.bytes_per_s is not None]
         return f"{median(ratios):.2f}" if ratios else ""
 
-    columns: Columns[Overlap] = (
+    columns: Columns[OverlapResult] = (
         ("way", lambda item: item.mode.title),
         ("left before the end", lambda item: f"{item.left_share:.1%}"),
         ("prefill s", lambda item: f"{median([one.prefill_s for one in item.runs]):.2f}"),

@@ -57,16 +57,16 @@ from baton.node.inbox import EngineInbox
 from baton.node.kv_storage import KvStorage
 from benchmarks.options import JsonFile, StoreFolder
 from benchmarks.runner import (
+    Experiment,
     MeasurementFailed,
+    Progress,
     Report,
     Spread,
-    Voice,
-    Work,
-    around,
-    conduct,
-    in_turns,
-    notes_on_others,
+    alternating,
+    notes_on_other_load,
     print_remarks,
+    run_benchmark,
+    shown_load,
     shown_ratio,
 )
 from benchmarks.slow_stores import DelayedStore, SilentStore
@@ -77,7 +77,7 @@ VOCABULARY = 1000
 PARTS = ("plan", "settle", "in all")
 
 
-class Kind(StrEnum):
+class PassKind(StrEnum):
     """The store behind host memory."""
 
     NONE = "no store"
@@ -90,16 +90,16 @@ class Kind(StrEnum):
 class PassOptions:
     rounds: int = 5
     steps: int = 1000
-    """Timed, in each run."""
+    """Timed steps of each run."""
     warm_up: int = 200
     rows: int = 128
-    """Requests that run at once at most."""
+    """Most requests that run at once."""
     clients: int = 256
-    """Requests that are open."""
+    """Open requests."""
     prompt_tokens: int = 256
     answer_tokens: int = 256
     prompts: int = 256
-    """Different ones."""
+    """Number of distinct prompts."""
     pool_blocks: int = 2560
     host_rows: int = 2560
     block_size: int = 16
@@ -118,7 +118,7 @@ class PassTimes(msgspec.Struct, frozen=True):
 
 
 class PassRun(msgspec.Struct, frozen=True):
-    kind: Kind
+    kind: PassKind
     round: int
     plan: PassTimes
     settle: PassTimes
@@ -139,13 +139,13 @@ class PassReport(Report, kw_only=True):
     settings: dict[str, str | int | float]
     runs: list[PassRun]
 
-    def of(self, kind: Kind) -> list[PassRun]:
-        """By round."""
+    def of(self, kind: PassKind) -> list[PassRun]:
+        """Runs of one kind, by round."""
         return [run for run in self.runs if run.kind is kind]
 
-    def ratios(self, kind: Kind, part: str, which: str) -> Spread:
-        """Over what it is without a store, in the same round."""
-        pairs = zip(self.of(kind), self.of(Kind.NONE), strict=True)
+    def ratios(self, kind: PassKind, part: str, which: str) -> Spread:
+        """Time ÷ that without a store in the same round."""
+        pairs = zip(self.of(kind), self.of(PassKind.NONE), strict=True)
         return Spread.of([value(run, part, which) / value(without, part, which) for run, without in pairs])
 
 
@@ -158,11 +158,11 @@ def value(run: PassRun, part: str, which: str) -> float:
 
 
 @dataclass(slots=True)
-class Meter:
+class PassTimer:
     plan_us: list[float] = field(default_factory=list)
     settle_us: list[float] = field(default_factory=list)
     in_all_us: list[float] = field(default_factory=list)
-    """One a step."""
+    """One value per step."""
     _open_us: float = 0.0
     """Cost so far of the step that is planned next."""
 
@@ -180,11 +180,11 @@ class Meter:
 
 
 class TimedWorker(Worker):
-    """Also counts the requests that have ended."""
+    """A Worker that times each call and counts ended requests."""
 
     def __init__(self, config: WorkerConfig, prefix: PrefixIndex) -> None:
         super().__init__(config, prefix)
-        self.meter = Meter()
+        self.meter = PassTimer()
         self.ended = 0
 
     def handle(self, event: Event, now_us: int) -> list[Effect]:
@@ -198,7 +198,7 @@ class TimedWorker(Worker):
 @dataclass(frozen=True, slots=True)
 class TimedStorage:
     storage: KvStorage
-    meter: Meter
+    meter: PassTimer
 
     def carry_out(self, effect: StorageEffect) -> None:
         began_ns = time.perf_counter_ns()
@@ -212,7 +212,7 @@ class TimedStorage:
 # ── one run ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Engine:
+class PassEngine:
     """One engine without a model, and its clients."""
 
     def __init__(self, options: PassOptions, store: Store | None, front: zmq.Socket[bytes], back: zmq.Socket[bytes]) -> None:
@@ -235,7 +235,7 @@ class Engine:
         self._sent = 0
 
     def go_on(self, steps: int) -> None:
-        """Until so many more steps were planned."""
+        """Run until `steps` more steps were planned."""
         meter, until_s = self.worker.meter, time.perf_counter() + RUN_LIMIT_S
         upto = len(meter.plan_us) + steps
         while len(meter.plan_us) < upto:
@@ -246,7 +246,7 @@ class Engine:
             self._read()
 
     def close(self) -> None:
-        """Everything that is open ends first: threads that work on a step have somebody to tell it to."""
+        """End all requests first, so that threads working on a step can report it."""
         self.worker.handle(FrontEndLost(), monotonic_us())
         while self.worker.scheduler.in_flight:
             self._loop.turn()
@@ -282,25 +282,25 @@ def _config(options: PassOptions, has_store: bool) -> WorkerConfig:
     )
 
 
-def store_of(kind: Kind, folder: str) -> Store | None:
-    """An empty one."""
-    if kind is Kind.NONE:
+def store_of(kind: PassKind, folder: str) -> Store | None:
+    """An empty store."""
+    if kind is PassKind.NONE:
         return None
     store = open_store(f"file:{folder}")
-    if kind is Kind.FILE:
+    if kind is PassKind.FILE:
         return store
-    return SilentStore(store) if kind is Kind.SILENT else DelayedStore(store, SLOWER)
+    return SilentStore(store) if kind is PassKind.SILENT else DelayedStore(store, SLOWER)
 
 
 @contextlib.contextmanager
-def engine_of(options: PassOptions, kind: Kind) -> Iterator[Engine]:
+def engine_of(options: PassOptions, kind: PassKind) -> Iterator[PassEngine]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with tempfile.TemporaryDirectory(prefix="baton-passes-", dir=options.folder) as folder:
         back, front = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
         back.bind("inproc://passes")
         front.connect("inproc://passes")
         store = store_of(kind, folder)
-        engine = Engine(options, store, front, back)
+        engine = PassEngine(options, store, front, back)
         try:
             yield engine
         finally:
@@ -310,7 +310,7 @@ def engine_of(options: PassOptions, kind: Kind) -> Iterator[Engine]:
             context.destroy(0)
 
 
-def time_passes(options: PassOptions, kind: Kind, number: int) -> PassRun:
+def time_passes(options: PassOptions, kind: PassKind, number: int) -> PassRun:
     load = other_load(options.look_s)
     with engine_of(options, kind) as engine:
         freeze_gc()
@@ -351,26 +351,26 @@ def _times(spent_us: list[float]) -> PassTimes:
     return PassTimes(percentile(ordered, 0.5), percentile(ordered, 0.99))
 
 
-def measure(options: PassOptions, voice: Voice) -> PassReport:
-    """Every kind once a round, in turns."""
+def measure(options: PassOptions, progress: Progress) -> PassReport:
+    """Measure every kind once a round, in turns."""
     runs: list[PassRun] = []
-    for number, kind in in_turns(list(Kind), options.rounds):
+    for number, kind in alternating(list(PassKind), options.rounds):
         what = f"round {number + 1} of {options.rounds}, {kind}"
-        voice.doing(what)
+        progress.doing(what)
         runs.append(time_passes(options, kind, number))
-        voice.say(f"{what}: {told(runs[-1])}")
-        voice.done()
+        progress.say(f"{what}: {describe_run(runs[-1])}")
+        progress.done()
     settings: dict[str, str | int | float] = {
         name: text for name, text in asdict(options).items() if isinstance(text, int | float)
     }
-    return PassReport(settings=settings, runs=runs, notes=notes_on_others([run.load for run in runs]))
+    return PassReport(settings=settings, runs=runs, notes=notes_on_other_load([run.load for run in runs]))
 
 
-def told(run: PassRun) -> str:
+def describe_run(run: PassRun) -> str:
     parts = (("plan", run.plan), ("settle", run.settle), ("in all", run.in_all))
     times = ", ".join(f"{name} {each.p50:,.0f} / {each.p99:,.0f} µs" for name, each in parts)
     counts = f"{run.preemptions} preemptions, {run.saved} saved, {run.stored} stored, {run.fetched} fetched"
-    return f"{times}; {counts}  [{around(run.load)}]"
+    return f"{times}; {counts}  [{shown_load(run.load)}]"
 
 
 # ── the command ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -397,14 +397,16 @@ def passes(
     """
     options = _sized(replace(PassOptions(), rounds=rounds, steps=steps, folder=folder), rows)
     with _errors_only("baton.store"):
-        report = conduct(lambda voice: Work(rounds * len(Kind), lambda: measure(options, voice)), show, json_file)
+        report = run_benchmark(
+            lambda progress: Experiment(rounds * len(PassKind), lambda: measure(options, progress)), show, json_file
+        )
     if check and missed(report):
         raise typer.Exit(1)
 
 
 @contextlib.contextmanager
 def _errors_only(logger: str) -> Iterator[None]:
-    """That logger tells when a store begins to fail, which two of these do."""
+    """Hide warnings of that logger, which reports failing stores; two of these fail on purpose."""
     ours = logging.getLogger(logger)
     before = ours.level
     ours.setLevel(logging.ERROR)
@@ -421,7 +423,7 @@ def _sized(options: PassOptions, rows: int) -> PassOptions:
 
 
 LIMITS = {"p50": 1.10, "p99": 1.50}
-"""The most that a store may cost a pass, as a factor."""
+"""Largest allowed ratio to the time without a store."""
 COUNTED: dict[str, Callable[[PassRun], float]] = {
     "preempted": lambda run: run.preemptions,
     "blocks saved": lambda run: run.saved,
@@ -435,19 +437,21 @@ COUNTED: dict[str, Callable[[PassRun], float]] = {
 
 
 def show(console: Console, report: PassReport) -> None:
-    told, machine = report.settings, report.machine
+    settings, machine = report.settings, report.machine
     title = (
         f"scheduler passes beside a store, {machine['cpu']}, {machine['cores']} cores\n"
-        f"{told['rows']} rows, {told['clients']} requests open ({told['prompt_tokens']} in, {told['answer_tokens']} out), "
-        f"pool {told['pool_blocks']:,} and host {told['host_rows']:,} blocks of {int(told['block_bytes']) >> 10} KiB, "
-        f"steps of {told['step_ms']:g} ms; {told['rounds']} rounds of {told['steps']:,} steps"
+        f"{settings['rows']} rows, {settings['clients']} requests open "
+        f"({settings['prompt_tokens']} in, {settings['answer_tokens']} out), "
+        f"pool {settings['pool_blocks']:,} and host {settings['host_rows']:,} "
+        f"blocks of {int(settings['block_bytes']) >> 10} KiB, "
+        f"steps of {settings['step_ms']:g} ms; {settings['rounds']} rounds of {settings['steps']:,} steps"
     )
     table = Table(title=title, title_justify="left")
     table.add_column("behind host memory")
     table.add_column("µs of")
     for name in ("p50", "÷ no store", "p99", "÷ no store", *COUNTED):
         table.add_column(name, justify="right")
-    for kind in Kind:
+    for kind in PassKind:
         for part in PARTS:
             first = part == PARTS[0]
             counts = _counts(report.of(kind)) if first else []
@@ -464,7 +468,7 @@ def show(console: Console, report: PassReport) -> None:
 def missed(report: PassReport) -> list[str]:
     """One line for each plan or settle time beyond its limit."""
     found = []
-    for kind in (kind for kind in Kind if kind is not Kind.NONE):
+    for kind in (kind for kind in PassKind if kind is not PassKind.NONE):
         for part in ("plan", "settle"):
             for which, limit in LIMITS.items():
                 middle = report.ratios(kind, part, which).median
@@ -473,11 +477,11 @@ def missed(report: PassReport) -> list[str]:
     return found
 
 
-def _shown_times(report: PassReport, kind: Kind, part: str) -> list[str]:
+def _shown_times(report: PassReport, kind: PassKind, part: str) -> list[str]:
     cells = []
     for which in LIMITS:
         cells.append(f"{median([value(run, part, which) for run in report.of(kind)]):,.0f}")
-        cells.append("" if kind is Kind.NONE else shown_ratio(report.ratios(kind, part, which)))
+        cells.append("" if kind is PassKind.NONE else shown_ratio(report.ratios(kind, part, which)))
     return cells
 
 

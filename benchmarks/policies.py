@@ -1,4 +1,4 @@
-"""The cost of each rule of reservation and each order of victims, on the lengths of a real trace.
+"""Compares reservation and victim policies on the lengths of a real trace.
 
 Owns the load, the runs and what is said of them. Each client declares a `max_tokens` that is larger than what it will
 generate, as clients do, so the scheduler must guess; and the pool holds only a share of what the slots could use, so guesses
@@ -28,7 +28,7 @@ from baton.sim.cluster import PlannedRequest, RunFailed, RunSpec, simulate
 from baton.sim.run_records import InstanceSample, RequestOutcome, RequestRecord, RunRecord
 from baton.sim.step_times import load_step_times
 from benchmarks.options import JsonIfGiven
-from benchmarks.runner import Columns, Voice, Work, conduct, find_trace, table_of
+from benchmarks.runner import Columns, Experiment, Progress, find_trace, run_benchmark, table_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,14 +37,14 @@ SCHEMA = 2
 STEP_TIMES = "h200-8b"
 CONTEXT_TOKENS = 8192
 UNTIMED_PER_S = 5.0
-"""Arrivals of a trace without times, before `speed`."""
+"""Arrival rate for a trace without times, before `speed`."""
 TRACE_GLOB = "AzureLLMInferenceTrace*conv*.csv*"
 LOOK_EVERY_US = 10_000
-"""About as long as a step takes: the pool hardly changes in between."""
+"""Sampling interval of the pool; about the time of a step."""
 LOOKS_MAX = 200_000
-"""While requests arrive; at a speed that makes days of minutes there is less to see in each."""
+"""Most samples while requests arrive."""
 NETWORK_US = 100
-"""From clients to the instance; as long back."""
+"""One-way network latency."""
 POOL_SAMPLES_MAX = 4000
 
 
@@ -57,9 +57,9 @@ class PolicyOptions:
     pool_share: float = 0.4
     """Blocks of the pool ÷ blocks that all slots would fill with answered requests of mean length."""
     max_tokens: int = 1024
-    """Declared by every client, unless it will generate more."""
+    """`max_tokens` of every request, unless its answer is longer."""
     speed: float = 5.0
-    """Arrivals of the trace, so many times as fast."""
+    """Factor on the trace's arrival rate."""
     block_size: int = 16
 
 
@@ -69,18 +69,18 @@ class PolicyRun(msgspec.Struct, frozen=True):
     preemptions: int
     recomputed_tokens: int
     recomputed_share: float
-    """Of all tokens whose KV was computed."""
+    """Recomputed share of all computed tokens."""
     finish_s: float
     output_tokens_per_s: float
     ttft_mean_s: float
     ttft_p99_s: float
     pool_use: float
-    """Mean share of the pool that requests hold while others wait."""
+    """Mean share of the pool held by requests while others wait."""
     steps: int
 
 
 class PoolUse(msgspec.Struct, frozen=True):
-    """The first seed's run over time."""
+    """Pool use over time, of the first seed."""
 
     policy: str
     at_s: list[float]
@@ -92,19 +92,19 @@ class PolicyReport(msgspec.Struct, frozen=True):
     trace: str
     requests: int
     skipped: int
-    """Traced requests that do not fit the context."""
+    """Traced requests left out because they do not fit the context."""
     pool_blocks: int
     settings: dict[str, str | int | float]
     step_times: str
-    """Name of the model that says how long a step takes."""
+    """Name of the step-time model."""
     runs: list[PolicyRun]
     pool: list[PoolUse]
 
 
 class Policies:
-    def __init__(self, options: PolicyOptions, voice: Voice, policies: Sequence[ReserveAndVictims] = POLICIES) -> None:
+    def __init__(self, options: PolicyOptions, progress: Progress, policies: Sequence[ReserveAndVictims] = POLICIES) -> None:
         self._options = options
-        self._voice = voice
+        self._progress = progress
         self._policies = policies
         self._load = read_load(options.trace, options.requests, options.max_tokens, CONTEXT_TOKENS)
         self._step_times = load_step_times(STEP_TIMES)
@@ -120,12 +120,12 @@ class Policies:
         for seed in self._options.seeds:
             calls = _calls(self._load, self._options.speed, seed)
             for policy in self._policies:
-                self._voice.doing(f"{policy.name}, seed {seed}")
+                self._progress.doing(f"{policy.name}, seed {seed}")
                 record = simulate(self._spec(policy, calls, seed))
                 runs.append(_describe(record))
                 if seed == self._options.seeds[0]:
                     pool.append(_pool_use(record))
-                self._voice.done()
+                self._progress.done()
         return self._report(runs, pool)
 
     def _spec(self, policy: ReserveAndVictims, calls: Sequence[PlannedRequest], seed: int) -> RunSpec:
@@ -169,7 +169,7 @@ def _config(options: PolicyOptions, requests: Sequence[TracedRequest]) -> Worker
     blocks = round(options.pool_share * options.slots * mean_tokens / options.block_size)
     return WorkerConfig(
         slots=options.slots,
-        # A request may declare as much as the context holds, and must fit when it is alone.
+        # A request may declare the whole context, and must fit into the pool when it is alone.
         blocks=max(blocks, CONTEXT_TOKENS // options.block_size),
         block_size=options.block_size,
         context_tokens=CONTEXT_TOKENS,
@@ -227,14 +227,14 @@ def _describe(record: RunRecord) -> PolicyRun:
 
 
 def _ttft_us(journey: RequestRecord) -> int:
-    """A policy that loses or refuses requests would look quick, so one that was not answered fails the run."""
+    """Time to first token; an unanswered request fails the run, since losing requests would look fast."""
     if journey.ttft_us is None or journey.outcome not in (RequestOutcome.STOP, RequestOutcome.LENGTH):
         raise RunFailed(f"request {journey.index} ended as {journey.outcome}")
     return journey.ttft_us
 
 
 def _mean_use(record: RunRecord) -> float:
-    """Room that nobody waits for is not wasted and does not count."""
+    """Mean pool use over samples in which requests wait."""
     shares = [_share(look, record) for look in record.looks if look.waiting]
     return sum(shares) / max(1, len(shares))
 
@@ -246,7 +246,7 @@ def _pool_use(record: RunRecord) -> PoolUse:
 
 
 def _share(look: InstanceSample, record: RunRecord) -> float:
-    """Of the pool, what requests hold; what is merely cached does not count."""
+    """Share of the pool held by requests, without cached blocks."""
     return look.running_blocks / record.pool_blocks
 
 
@@ -288,15 +288,15 @@ def policies(
     minutes; fewer --requests or --seeds make it shorter.
     """
 
-    def prepare(voice: Voice) -> Work[PolicyReport]:
+    def prepare(progress: Progress) -> Experiment[PolicyReport]:
         if plot_file is not None:
             require_matplotlib()
         source = find_trace(trace, traces, TRACE_GLOB, "the Azure conversation trace of 2023")
         options = PolicyOptions(source, requests, tuple(range(seeds)), max_num_seqs, pool_share, max_tokens, speed)
-        work = Policies(options, voice)
-        return Work(work.measurements, work.run)
+        work = Policies(options, progress)
+        return Experiment(work.measurements, work.run)
 
-    report = conduct(prepare, show, json_file)
+    report = run_benchmark(prepare, show, json_file)
     if plot_file is not None:
         draw_pool(report, plot_file)
 
@@ -339,7 +339,7 @@ COLUMNS: Columns[Sequence[PolicyRun]] = (
 
 
 def draw_pool(report: PolicyReport, path: Path) -> None:
-    """How full each policy keeps the pool, one panel below the other on one time axis."""
+    """Plot the pool use of each policy, one panel each, on a common time axis."""
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -364,8 +364,8 @@ def _panel(axes: Axes, report: PolicyReport, use: PoolUse) -> None:
     axes.fill_between(use.at_s, use.share, step="post", color=BLUE, alpha=0.25, linewidth=0)
     axes.step(use.at_s, use.share, where="post", color=BLUE, linewidth=0.8)
     axes.axhline(run.pool_use, color=ORANGE, linewidth=1.2, linestyle="--")
-    told = f"{run.pool_use:.0%} while requests wait, {run.preemptions:,} preemptions, done after {run.finish_s:,.1f} s"
-    axes.set_title(f"{use.policy}:  {told}", fontsize=10, loc="left")
+    figures = f"{run.pool_use:.0%} while requests wait, {run.preemptions:,} preemptions, done after {run.finish_s:,.1f} s"
+    axes.set_title(f"{use.policy}:  {figures}", fontsize=10, loc="left")
     axes.set_ylim(0, 1.02)
     axes.set_yticks([0, 0.5, 1], ["0 %", "50 %", "100 %"])
     axes.set_xlim(left=0)

@@ -1,4 +1,4 @@
-"""Does the simulator tell the truth? The same loads on a real server and in virtual time.
+"""Accuracy of the simulator: the same loads on a real server and in virtual time.
 
 Owns the server's settings, which both sides get, the order of things and the verdict. Step times are measured in the same
 run, between the loads, because a machine is not the same from hour to hour: a load is predicted from the walks of the grid
@@ -52,22 +52,22 @@ from benchmarks.runner import (
     OTHERS_CORES_MAX,
     BadOptions,
     Columns,
+    Experiment,
     MeasurementFailed,
+    Progress,
     Report,
     Rounds,
     Spread,
-    Voice,
-    Work,
-    conduct,
-    in_turns,
+    alternating,
     model_folder,
-    notes_on_others,
+    notes_on_other_load,
     print_remarks,
+    run_benchmark,
     shown_ratio,
     shown_spread,
     table_of,
 )
-from benchmarks.servers import OURS, Serving, ServingLoad, Side, Turns, arrange, server
+from benchmarks.servers import OURS, RunningServer, ServerCommand, ServersInTurn, ServingLoad, server, servers_in_turn
 
 SPEED_OFF_MAX, TTFT_OFF_MAX = 0.15, 0.25
 BLOCKS, CONTEXT_TOKENS = 4096, 4096
@@ -85,14 +85,14 @@ class PredictOptions:
     seed: int = 0
     look_s: float = 1.0
     patience_s: float = 120.0
-    """How long to wait in all for others to leave the machine, and to repeat runs that they came into."""
+    """Total seconds for waiting until other load is gone, and for repeating disturbed runs."""
 
 
 class TimesSource(Protocol):
     """A source of step times."""
 
     @property
-    def told(self) -> str: ...
+    def description(self) -> str: ...
 
     def look(self) -> None:
         """Called before each run of a load, and once after the last."""
@@ -102,24 +102,24 @@ class TimesSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """One model, whatever the machine does meanwhile."""
+class GivenTimes:
+    """A fixed step-time model."""
 
     model: StepTimes
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         return f"step times {self.model.name}: {self.model.file.measured_on}"
 
     def look(self) -> None:
-        """Nothing to see."""
+        """No-op."""
 
     def times(self, look: int) -> StepTimes:  # noqa: ARG002  the same for all
         return self.model
 
 
-class Surveyed:
-    """Walks a grid at each look; the two walks beside a run make its model."""
+class SurveyedTimes:
+    """Measures the grid at each look; a run's model is made from the walks before and after it."""
 
     def __init__(self, walk: Callable[[], list[Visited]], sizes: ModelSizes, host_costs_us: tuple[float, float]) -> None:
         self._walk = walk
@@ -128,7 +128,7 @@ class Surveyed:
         self._walks: list[list[Visited]] = []
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         step_us, row_us = self._host_costs_us
         return f"step times measured beside each run; host {step_us:,.0f} µs a step and {row_us:.1f} µs a token"
 
@@ -153,33 +153,33 @@ def settings_of(model_folder: str, loads: Sequence[ServingLoad], blocks: int = B
 
 
 def config_of(settings: EngineSettings) -> WorkerConfig:
-    """The server's, without its executor: everything that the executor could choose is in the settings."""
+    """The server's WorkerConfig, without an executor: the settings contain every choice of the executor."""
     shape = ExecutorShape(
         settings.slots, settings.blocks or BLOCKS, settings.block_size, settings.context_tokens or CONTEXT_TOKENS
     )
     return worker_config(settings, shape)
 
 
-def side_of(settings: EngineSettings) -> Side:
-    """Said in full, since a flag goes before whatever the environment says."""
+def command_of(settings: EngineSettings) -> ServerCommand:
+    """Command of the server with all flags, which override the environment."""
     flags = {
         "--dtype": settings.dtype, "--max-model-len": settings.context_tokens, "--max-num-seqs": settings.slots,
         "--max-num-batched-tokens": settings.step_tokens, "--block-size": settings.block_size,
         "--kv-blocks": settings.blocks, "--plan-ahead": settings.depth, "--reserve": settings.reserve,
         "--victims": settings.victims, "--max-waiting": settings.waiting_max,
     }  # fmt: skip
-    told = [part for name, value in flags.items() for part in (name, str(value))]
-    return Side(OURS, (sys.executable, "-m", "baton", "serve", str(settings.model_folder), *told))
+    arguments = [part for name, value in flags.items() for part in (name, str(value))]
+    return ServerCommand(OURS, (sys.executable, "-m", "baton", "serve", str(settings.model_folder), *arguments))
 
 
 class Figures(msgspec.Struct, frozen=True):
     tokens_per_s: float
     ttft_ms: float
-    """Mean."""
+    """Mean time to first token."""
 
 
-class Run(msgspec.Struct, frozen=True):
-    """One load, once."""
+class PredictedRun(msgspec.Struct, frozen=True):
+    """One run of one load."""
 
     repetition: int
     real: Figures
@@ -191,9 +191,9 @@ class Prediction(msgspec.Struct, frozen=True):
     load: str
     admission_us: float
     """Time of a request from its client to the engine."""
-    runs: list[Run]
+    runs: list[PredictedRun]
     speed: Spread
-    """Simulated ÷ real, run by run."""
+    """Simulated ÷ real speed, run by run."""
     ttft: Spread
     holds: bool
 
@@ -212,13 +212,13 @@ class PredictReport(Report, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class _Taken:
+class _Measurements:
     """One run of a real server."""
 
     load: ServingLoad
     repetition: int
     look: int
-    """The last one before it."""
+    """Number of the last look before the run."""
     figures: Figures
     other_load: OtherLoad
 
@@ -227,28 +227,28 @@ class Predict:
     def __init__(
         self,
         options: PredictOptions,
-        side: Side,
+        side: ServerCommand,
         config: WorkerConfig,
         source: TimesSource,
         admission_us: Sequence[float],
-        voice: Voice,
+        progress: Progress,
         clock_s: Callable[[], float] = perf_counter,
         look_around: Callable[[float], OtherLoad] = other_load,
     ) -> None:
-        """`admission_us` is what a request costs before the engine has it, load by load."""
+        """`admission_us`: time of a request before it reaches the engine, by load."""
         self._options = options
         self._side = side
         self._config = config
         self._source = source
         self._admission_us = dict(zip(options.loads, admission_us, strict=True))
-        self._voice = voice
+        self._progress = progress
         self._seeds = count(options.seed)
-        """Another one for all that is ever sent: two loads of one seed begin with the same tokens."""
+        """A new seed for every run, since two loads of one seed begin with the same tokens."""
         self._clock_s = clock_s
         self._other_load = look_around
         self._patience_s = options.patience_s
         self._looks = 0
-        self._taken: list[_Taken] = []
+        self._taken: list[_Measurements] = []
 
     @property
     def measurements(self) -> int:
@@ -258,7 +258,7 @@ class Predict:
         """The prediction of each load, and failures; nothing is predicted after a failure."""
         try:
             with server(self._side) as serving:
-                turns, _ = arrange([serving], self._voice, next(self._seeds))
+                turns, _ = servers_in_turn([serving], self._progress, next(self._seeds))
                 self._real(turns, serving)
         except (ChildFailed, MeasurementFailed) as error:
             return [], [str(error)]
@@ -267,16 +267,16 @@ class Predict:
 
     # ── the real server ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _real(self, turns: Turns, serving: Serving) -> None:
+    def _real(self, turns: ServersInTurn, serving: RunningServer) -> None:
         options = self._options
-        for load in options.loads:  # its sizes, once: the first step of a size sets up what later ones reuse
-            self._voice.doing(f"warming up: {load.name}")
+        for load in options.loads:  # warm-up: the first step of a size allocates buffers that later ones reuse
+            self._progress.doing(f"warming up: {load.name}")
             turns.run(serving, replace(load, output_tokens=WARM_UP_TOKENS), next(self._seeds))
-        for repetition, load in in_turns(options.loads, options.repetitions):
+        for repetition, load in alternating(options.loads, options.repetitions):
             self._take_undisturbed(turns, serving, load, repetition)
         self._look()
 
-    def _take_undisturbed(self, turns: Turns, serving: Serving, load: ServingLoad, repetition: int) -> None:
+    def _take_undisturbed(self, turns: ServersInTurn, serving: RunningServer, load: ServingLoad, repetition: int) -> None:
         while True:
             self._wait_for_quiet()
             self._look()
@@ -284,14 +284,14 @@ class Predict:
             taken = self._take(turns, serving, load, repetition)
             if self._patience_s <= 0.0 or not self._is_busy():
                 self._taken.append(taken)
-                self._voice.done()
+                self._progress.done()
                 return
             self._patience_s -= self._clock_s() - began_s
-            self._voice.say("others came meanwhile: once more")
+            self._progress.say("others came meanwhile: once more")
 
     def _wait_for_quiet(self) -> None:
         began_s = self._clock_s()
-        self._voice.doing("waiting for a quiet machine")
+        self._progress.doing("waiting for a quiet machine")
         while self._patience_s - (self._clock_s() - began_s) > 0.0 and self._is_busy():
             pass
         self._patience_s -= self._clock_s() - began_s
@@ -300,11 +300,11 @@ class Predict:
         return self._other_load(self._options.look_s).busy_cores > OTHERS_CORES_MAX
 
     def _look(self) -> None:
-        self._voice.doing("measuring step times")
+        self._progress.doing("measuring step times")
         self._source.look()
         self._looks += 1
 
-    def _take(self, turns: Turns, serving: Serving, load: ServingLoad, repetition: int) -> _Taken:
+    def _take(self, turns: ServersInTurn, serving: RunningServer, load: ServingLoad, repetition: int) -> _Measurements:
         options = self._options
         figures: list[Figures] = []
 
@@ -318,18 +318,18 @@ class Predict:
             figures.append(Figures(summary.throughput.output_tokens_per_s, first.mean))
             return figures[0].tokens_per_s, f"TTFT {first.mean:,.0f} ms"
 
-        rounds = Rounds(replace(self._voice, done=lambda: None), options.repetitions, options.look_s)
+        rounds = Rounds(replace(self._progress, done=lambda: None), options.repetitions, options.look_s)
         taken = rounds.measure(load.name, "tokens/s", self._side.name, repetition, work)
-        return _Taken(load, repetition, self._looks - 1, figures[0], taken.load)
+        return _Measurements(load, repetition, self._looks - 1, figures[0], taken.load)
 
     # ── the simulated one ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _beside(self, taken: _Taken) -> tuple[ServingLoad, Run]:
+    def _beside(self, taken: _Measurements) -> tuple[ServingLoad, PredictedRun]:
         times = self._source.times(taken.look)
         simulated = simulated_figures(taken.load, self._config, times, self._admission_us[taken.load])
-        return taken.load, Run(taken.repetition, taken.figures, simulated, taken.other_load)
+        return taken.load, PredictedRun(taken.repetition, taken.figures, simulated, taken.other_load)
 
-    def _conclude(self, load: ServingLoad, runs: Sequence[tuple[ServingLoad, Run]]) -> Prediction:
+    def _conclude(self, load: ServingLoad, runs: Sequence[tuple[ServingLoad, PredictedRun]]) -> Prediction:
         own = [run for of, run in runs if of is load]
         speed = Spread.of([run.simulated.tokens_per_s / run.real.tokens_per_s for run in own])
         ttft = Spread.of([run.simulated.ttft_ms / run.real.ttft_ms for run in own])
@@ -338,7 +338,7 @@ class Predict:
 
 
 def simulated_figures(load: ServingLoad, config: WorkerConfig, times: StepTimes, admission_us: float) -> Figures:
-    """The same load in virtual time: as many clients as requests, each with one, as the load generator has them."""
+    """The same load in virtual time: one client per request, as in the load generator."""
     call = PlannedRequest(None, load.input_tokens, load.output_tokens, load.output_tokens)
     spec = RunSpec(
         load.name, 1, config, times, [call] * load.requests, concurrency=load.requests, host_us=round(admission_us),
@@ -356,14 +356,14 @@ def _figures(record: RunRecord) -> Figures:
     return Figures(tokens / (ended_us - began_us) * 1e6, sum(first_us) / len(first_us) / 1000)
 
 
-def report_of(model: str, side: Side, step_times: str, found: tuple[list[Prediction], list[str]]) -> PredictReport:
+def report_of(model: str, side: ServerCommand, step_times: str, found: tuple[list[Prediction], list[str]]) -> PredictReport:
     predictions, failures = found
     return PredictReport(
         model=model,
-        command=side.told(),
+        command=side.shell_line(),
         step_times=step_times,
         predictions=predictions,
-        notes=notes_on_others([run.other_load for each in predictions for run in each.runs]),
+        notes=notes_on_other_load([run.other_load for each in predictions for run in each.runs]),
         failures=failures,
     )
 
@@ -402,14 +402,14 @@ def predict(
     machine. Exits with 1 where a prediction does not hold. Takes about four minutes on two cores that nobody else uses.
     """
 
-    def prepare(voice: Voice) -> Work[PredictReport]:
+    def prepare(progress: Progress) -> Experiment[PredictReport]:
         loads = tuple(_load(text) for text in load) if load else SERVING_LOADS
-        given = Given(load_step_times(step_times)) if step_times is not None else None
-        settings = settings_of(str(model_folder(model, voice)), loads)
+        given = GivenTimes(load_step_times(step_times)) if step_times is not None else None
+        settings = settings_of(str(model_folder(model, progress)), loads)
         options = PredictOptions(loads, repetitions, seed, patience_s=patience)
-        return Work(repetitions * len(loads), lambda: predicted(options, settings, given, voice))
+        return Experiment(repetitions * len(loads), lambda: predicted(options, settings, given, progress))
 
-    if not conduct(prepare, show, json_file).holds:
+    if not run_benchmark(prepare, show, json_file).holds:
         raise typer.Exit(1)
 
 
@@ -420,35 +420,37 @@ def _load(text: str) -> ServingLoad:
     return ServingLoad(*numbers)
 
 
-def predicted(options: PredictOptions, settings: EngineSettings, given: TimesSource | None, voice: Voice) -> PredictReport:
-    voice.doing("measuring what a request costs outside the engine")
+def predicted(
+    options: PredictOptions, settings: EngineSettings, given: TimesSource | None, progress: Progress
+) -> PredictReport:
+    progress.doing("measuring what a request costs outside the engine")
     admission_us = admission_costs_us([(load.requests, load.input_tokens) for load in options.loads])
-    with contextlib.nullcontext(given) if given is not None else _surveyed(settings, voice) as source:
-        side = side_of(settings)
-        found = Predict(options, side, config_of(settings), source, admission_us, voice).run()
-        return report_of(Path(str(settings.model_folder)).name, side, source.told, found)
+    with contextlib.nullcontext(given) if given is not None else _surveyed(settings, progress) as source:
+        side = command_of(settings)
+        found = Predict(options, side, config_of(settings), source, admission_us, progress).run()
+        return report_of(Path(str(settings.model_folder)).name, side, source.description, found)
 
 
 @contextlib.contextmanager
-def _surveyed(settings: EngineSettings, voice: Voice) -> Iterator[TimesSource]:
+def _surveyed(settings: EngineSettings, progress: Progress) -> Iterator[TimesSource]:
     # Imported here because help must not wait for it.
     from baton.node.engine_setup import build_executor
 
     host_us, host_row_us = host_costs_us()
     host_row_us += delivery_cost_us()
-    voice.doing("loading the model")
+    progress.doing("loading the model")
     # The same call as in the engine process, so that threads and kernels are those that serve.
     executor, _ = build_executor(settings)
     try:
         survey = Survey(executor, make_grid(executor, settings.step_tokens, quick=True))
         sizes = model_sizes(Path(str(settings.model_folder)), settings.dtype)
-        yield Surveyed(survey.walk, sizes, (host_us, host_row_us))
+        yield SurveyedTimes(survey.walk, sizes, (host_us, host_row_us))
     finally:
         executor.close()
 
 
 def _two_places(value: float) -> str:
-    """For a ratio near 1."""
+    """Two decimals, for a ratio near 1."""
     return f"{value:.2f}"
 
 

@@ -1,4 +1,4 @@
-"""Times the scheduler while requests must yield: a preemption in every step, beside a quiet run of as many rows.
+"""Times the scheduler with a preemption in every step, compared with a run of as many rows without any.
 
 Owns the load that makes it so. Each request holds somewhat fewer blocks than all rows together take in one step, and the
 pool is full: what one victim gives back never lasts until the step after the next.
@@ -38,15 +38,15 @@ class PreemptingTiming(msgspec.Struct, frozen=True):
     steps: int
     """Steps timed of each kind."""
     preemptions: int
-    """In the timed steps of the preempting kind."""
+    """Preemptions in the timed steps."""
     steps_without: int
-    """Steps of the preempting kind in which nobody yielded."""
+    """Steps of the preempting kind without a preemption."""
     quiet_us: float
     quiet_us_p99: float
     preempting_us: float
     preempting_us_p99: float
     ratio: float
-    """Median over the pairs of windows."""
+    """Median ratio over pairs of windows."""
     ratio_min: float
     ratio_max: float
 
@@ -87,12 +87,12 @@ def time_preempting(rows: int, steps: int, advance: Callable[[], None] = lambda:
 
 
 def windows_of(rows: int, steps: int) -> int:
-    """How many pairs of windows give at least `steps` steps of each kind."""
+    """Number of window pairs with at least `steps` steps of each kind."""
     return -(-steps // min(WINDOW_STEPS, rows // 4))
 
 
 def _time_window(rows: int, window: int, *, is_full: bool) -> tuple[list[float], list[int]]:
-    """Of each of `window` steps: microseconds, and how many requests yielded in it."""
+    """(microseconds, preemptions) of each of `window` steps."""
     engine = _loaded_engine(rows + window // 2 if is_full else rows, is_full=is_full)
     for _ in range(WARM_UP_STEPS):
         engine.step()
@@ -101,7 +101,7 @@ def _time_window(rows: int, window: int, *, is_full: bool) -> tuple[list[float],
     totals = [_preemptions(engine.worker)]
     spent_us = []
     for _ in range(window):
-        began = time.thread_time_ns()  # a ratio must not change when somebody else takes the core
+        began = time.thread_time_ns()  # CPU time, so that other processes do not change the ratio
         engine.step()
         spent_us.append((time.thread_time_ns() - began) / 1000)
         totals.append(_preemptions(engine.worker))
@@ -109,14 +109,14 @@ def _time_window(rows: int, window: int, *, is_full: bool) -> tuple[list[float],
 
 
 def _loaded_engine(rows: int, *, is_full: bool) -> InstantEngine:
-    """All rows decode, and reach the end of a block one after the other. A full pool lasts for the warm-up."""
+    """An engine in which all rows decode and fill their blocks at different steps. A full pool lasts for the warm-up."""
     lengths = [max(BLOCK_SIZE, rows * 3 // 4 - 64) + row % BLOCK_SIZE for row in range(rows)]
     held = sum(-(-length // BLOCK_SIZE) for length in lengths)
     spare = (WARM_UP_STEPS if is_full else ANSWER_TOKENS) * -(-rows // BLOCK_SIZE)
     config = WorkerConfig(
         slots=rows, blocks=held + spare, block_size=BLOCK_SIZE, context_tokens=lengths[-1] + 2 * ANSWER_TOKENS,
         step_tokens=sum(lengths), depth=1, waiting_max=rows,
-        # Nothing is kept, so that the pool can be filled to the last block; the ratio is still worked out each time.
+        # Nothing is reserved, so that the pool can be filled; the ratio is still computed each time.
         ratio_initial=0.0, ratio_floor=0.0,
     )  # fmt: skip
     engine = InstantEngine(config)

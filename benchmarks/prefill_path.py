@@ -1,4 +1,4 @@
-"""The short path of an instance that only prefills, beside the general one, same sessions.
+"""Compares the short prefill path of a prefill instance with the general one on the same sessions.
 
 Owns the load, the charge and the comparison. One giver and three takers of a machine that is a roofline of the model for
 which such a path was first reported; 39 clients go through 78 conversations of several rounds, each with all that was said
@@ -12,7 +12,7 @@ What a path costs, and how it is charged:
                  it, so this overstates what a cheaper pass can save
     a step       the roofline
     blocks, order, waiting: the schedulers themselves, nothing is charged for them
-    KV           as `sim.lanes` says
+    KV           as in `sim.timed_transfers`
 
 A third run shows what it would take: the general path with so much time lost in each of the giver's passes that the short
 path gains in total time what was reported. How much that is says what the original's general path must have lost, whatever
@@ -44,10 +44,10 @@ from baton.sim.device import StepTimeModel
 from baton.sim.report import FINISHED, ValueDistribution, busy_shares, describe
 from baton.sim.run_records import RunRecord
 from baton.sim.step_times import load_step_times
-from benchmarks.conversations import Sessions, find_talks, read_talks
+from benchmarks.conversations import SimulatedConversations, find_conversations, read_conversations
 from benchmarks.jobs import cores, run_jobs
 from benchmarks.options import ConversationFile, JsonIfGiven, LinkGbytes, Processes, ShareGptFolder
-from benchmarks.runner import Voice, Work, conduct, in_turns
+from benchmarks.runner import Experiment, Progress, alternating, run_benchmark
 
 SCHEMA = 1
 STEP_TIMES = "glm-4.5-air-tp8"
@@ -58,7 +58,7 @@ STEP_TOKENS = 8192
 SLOTS = 64
 MAX_TOKENS = 1024
 DEADLINE_US = 3_600_000_000
-"""Hand-overs may take as long as they must: the load makes clients wait for minutes."""
+"""No effective deadline for hand-overs, since this load makes clients wait for minutes."""
 INPUT_SCALE = 120.0
 GIVER_BLOCKS = 12_000
 """Of 64 tokens. With these two the general path's mean wait is near the reported 29.4 s: a pool with room for the machine's
@@ -66,24 +66,24 @@ whole memory keeps most histories of 39 sessions, and then even the longest prom
 METER_ROUNDS = 3
 
 
-class Kind(StrEnum):
+class PathKind(StrEnum):
     """The three runs that are compared."""
 
     GENERAL = "general"
     SHORT = "short"
     LOSSY = "lossy"
-    """The general path, which loses time in each pass."""
+    """The general path with time lost in each pass."""
 
     @property
     def path(self) -> PrefillPath:
-        return PrefillPath.SHORT if self is Kind.SHORT else PrefillPath.GENERAL
+        return PrefillPath.SHORT if self is PathKind.SHORT else PrefillPath.GENERAL
 
 
-PATHS = (Kind.GENERAL, Kind.SHORT)
+PATHS = (PathKind.GENERAL, PathKind.SHORT)
 
 
-class Reported(msgspec.Struct, frozen=True):
-    """One figure of the original, before and after."""
+class PublishedFigure(msgspec.Struct, frozen=True):
+    """One published figure, before and after."""
 
     general: float
     short: float
@@ -94,10 +94,10 @@ class Reported(msgspec.Struct, frozen=True):
 
 
 REPORTED = {
-    "total_s": Reported(7912.0, 6778.0),
-    "ttft_mean_s": Reported(29.4, 23.6),
-    "ttft_p90_s": Reported(121.3, 91.7),
-    "tokens_per_s": Reported(1.0, 1.167),
+    "total_s": PublishedFigure(7912.0, 6778.0),
+    "ttft_mean_s": PublishedFigure(29.4, 23.6),
+    "ttft_p90_s": PublishedFigure(121.3, 91.7),
+    "tokens_per_s": PublishedFigure(1.0, 1.167),
 }
 """PaddlePaddle/FastDeploy, pull request 7944: GLM-4.5-Air, TP8, 1P3D, 39 concurrent, 78 multi-round sessions."""
 
@@ -111,23 +111,23 @@ class PathOptions(msgspec.Struct, frozen=True):
     think_s: float = 0.0
     lane_gbytes_per_s: float = LANE_GBYTES_PER_S
     giver_blocks: int = GIVER_BLOCKS
-    """Pool of the one that prefills; the others have what the machine has room for."""
+    """Pool of the prefill instance; the decode instances have as many blocks as fit."""
 
 
 class PathJob(msgspec.Struct, frozen=True):
     """One run."""
 
     options: PathOptions
-    kind: Kind
+    kind: PathKind
     seed: int
     pass_us: float = 0.0
-    """Charged for each step of the giver, time that it loses included."""
+    """Time added to each step of the prefill instance, lost time included."""
     metered: bool = False
-    """Whether to take the CPU time of the giver's passes."""
+    """Whether to measure the CPU time of the prefill instance's passes."""
 
 
-class Wait(msgspec.Struct, frozen=True):
-    """Mean seconds of a client's wait for its first token, by where they went."""
+class PathWaits(msgspec.Struct, frozen=True):
+    """Mean wait for the first token in seconds, by phase."""
 
     queue_s: float
     prefill_s: float
@@ -135,14 +135,14 @@ class Wait(msgspec.Struct, frozen=True):
     rest_s: float
 
 
-class Passes(msgspec.Struct, frozen=True):
-    """CPU time of the giver's worker."""
+class PathPasses(msgspec.Struct, frozen=True):
+    """CPU time of the prefill instance's worker."""
 
     passes: int
     plan_us: float
-    """A pass that planned a step."""
+    """Mean time of a pass that planned a step."""
     settle_us: float
-    """A step."""
+    """Mean time of settling a step."""
     idle_passes: int
     """Passes that planned nothing."""
 
@@ -152,31 +152,31 @@ class Passes(msgspec.Struct, frozen=True):
 
 
 class PathRun(msgspec.Struct, frozen=True):
-    kind: Kind
+    kind: PathKind
     seed: int
     requests: int
     total_s: float
     ttft_s: ValueDistribution
     tpot_ms: ValueDistribution
     tokens_per_s: float
-    """Output tokens a simulated second."""
-    wait: Wait
+    """Output tokens per simulated second."""
+    wait: PathWaits
     giver_busy: float
     giver_held_peak: float
-    """Share of the giver's pool that requests held at most: below 1, none of them waited for blocks."""
+    """Largest share of the prefill pool held by requests; below 1, none waited for blocks."""
     giver_steps: int
     charged_s: float
-    """Passes of the giver, in all."""
+    """Total time charged for the prefill instance's passes."""
     takers_busy: float
     computed_tokens: int
-    """Of prompts."""
+    """Computed prompt tokens."""
     cached_share: float
-    """Of prompt tokens, at whoever prefilled."""
+    """Share of prompt tokens cached on the instance that prefilled."""
     handovers: int
     refused: int
     failed: int
     preemptions: int
-    passes: Passes | None
+    passes: PathPasses | None
 
     def figure(self, name: str) -> float:
         return {
@@ -192,73 +192,73 @@ class PathReport(msgspec.Struct, frozen=True):
     version: str
     trace: str
     settings: dict[str, str | int | float]
-    passes: dict[Kind, list[Passes]]
-    """One a measurement."""
+    passes: dict[PathKind, list[PathPasses]]
+    """One entry per measurement."""
     lost_us: float
-    """By the lossy one in each pass."""
-    reported: dict[str, Reported]
+    """Time lost by the lossy path in each pass."""
+    reported: dict[str, PublishedFigure]
     runs: list[PathRun]
 
-    def of(self, kind: Kind) -> list[PathRun]:
-        """By seed."""
+    def of(self, kind: PathKind) -> list[PathRun]:
+        """Runs of one kind, by seed."""
         return sorted((run for run in self.runs if run.kind is kind), key=lambda run: run.seed)
 
-    def changes(self, name: str, before: Kind) -> list[float]:
-        """The short path against another one, seed by seed: the sessions are the same."""
-        pairs = zip(self.of(before), self.of(Kind.SHORT), strict=True)
+    def changes(self, name: str, before: PathKind) -> list[float]:
+        """Relative change from another path to the short one, by seed."""
+        pairs = zip(self.of(before), self.of(PathKind.SHORT), strict=True)
         return [short.figure(name) / other.figure(name) - 1.0 for other, short in pairs]
 
-    def pass_us(self, kind: Kind) -> float:
+    def pass_us(self, kind: PathKind) -> float:
         return median(measured.us for measured in self.passes[kind])
 
 
 class Paths:
     def __init__(self, options: PathOptions) -> None:
         self._options = options
-        spec_of(PathJob(options, Kind.SHORT, 0))  # complains now rather than later
+        spec_of(PathJob(options, PathKind.SHORT, 0))  # raises now rather than later
 
     @property
     def runs(self) -> int:
-        return len(PATHS) * METER_ROUNDS + 1 + len(Kind) * self._options.seeds
+        return len(PATHS) * METER_ROUNDS + 1 + len(PathKind) * self._options.seeds
 
-    def run(self, voice: Voice, processes: int) -> PathReport:
-        metered = self._meter(voice)
+    def run(self, progress: Progress, processes: int) -> PathReport:
+        metered = self._meter(progress)
         passes = {kind: [run.passes for run in runs if run.passes is not None] for kind, runs in metered.items()}
         charge = {kind: median(measured.us for measured in passes[kind]) for kind in PATHS}
-        voice.doing("looking for what must be lost")
-        lost_us = self._lost_us(metered[Kind.GENERAL][0], charge[Kind.GENERAL])
-        voice.done()
-        charge[Kind.LOSSY] = charge[Kind.GENERAL] + lost_us
-        voice.doing("all seeds")
-        jobs = [PathJob(self._options, kind, seed, charge[kind]) for seed in range(self._options.seeds) for kind in Kind]
-        runs = run_jobs("prefill-path", jobs, PathRun, lambda _run: voice.done(), processes)
+        progress.doing("looking for what must be lost")
+        lost_us = self._lost_us(metered[PathKind.GENERAL][0], charge[PathKind.GENERAL])
+        progress.done()
+        charge[PathKind.LOSSY] = charge[PathKind.GENERAL] + lost_us
+        progress.doing("all seeds")
+        jobs = [PathJob(self._options, kind, seed, charge[kind]) for seed in range(self._options.seeds) for kind in PathKind]
+        runs = run_jobs("prefill-path", jobs, PathRun, lambda _run: progress.done(), processes)
         return self._report(passes, lost_us, runs)
 
-    def _meter(self, voice: Voice) -> dict[Kind, list[PathRun]]:
-        """Both paths in turns, in this process, on the sessions of seed 0."""
-        found: dict[Kind, list[PathRun]] = {kind: [] for kind in PATHS}
-        for _, kind in in_turns(PATHS, METER_ROUNDS):
-            voice.doing(f"timing passes, {kind} path")
+    def _meter(self, progress: Progress) -> dict[PathKind, list[PathRun]]:
+        """Measure both paths in turns, in this process, on the sessions of seed 0."""
+        found: dict[PathKind, list[PathRun]] = {kind: [] for kind in PATHS}
+        for _, kind in alternating(PATHS, METER_ROUNDS):
+            progress.doing(f"timing passes, {kind} path")
             found[kind].append(run_path(PathJob(self._options, kind, 0, metered=True)))
-            voice.done()
+            progress.done()
         return found
 
     def _lost_us(self, without: PathRun, pass_us: float) -> float:
-        """A pass, so that without it the total time is less by as much as was reported; from one trial, on seed 0."""
+        """Time per pass whose removal reduces the total time as published; from one trial on seed 0."""
         reported = REPORTED["total_s"]
         wanted = reported.general / reported.short - 1.0
         guess_us = wanted * without.total_s * 1e6 / without.giver_steps
-        tried = run_path(PathJob(self._options, Kind.LOSSY, 0, pass_us + guess_us))
+        tried = run_path(PathJob(self._options, PathKind.LOSSY, 0, pass_us + guess_us))
         return guess_us * wanted / (tried.total_s / without.total_s - 1.0)
 
-    def _report(self, passes: dict[Kind, list[Passes]], lost_us: float, runs: list[PathRun]) -> PathReport:
+    def _report(self, passes: dict[PathKind, list[PathPasses]], lost_us: float, runs: list[PathRun]) -> PathReport:
         settings: dict[str, str | int | float] = msgspec.structs.asdict(self._options)
         del settings["trace"]
         settings |= {
             "step_times": STEP_TIMES,
             "givers": GIVERS,
             "takers": TAKERS,
-            "taker_blocks": taker_blocks(),
+            "taker_blocks": decode_blocks(),
             "block_size": BLOCK_SIZE,
             "step_tokens": STEP_TOKENS,
             "max_tokens": MAX_TOKENS,
@@ -279,8 +279,8 @@ class Paths:
 
 
 @dataclass(frozen=True, slots=True)
-class Charged:
-    """Step times of an engine whose passes are not hidden."""
+class ChargedStepTimes:
+    """Step times plus the time of a pass."""
 
     times: StepTimeModel
     pass_us: float
@@ -289,7 +289,7 @@ class Charged:
         return round(self.times.step_us(decodes, decode_context, prefill_tokens, prefill_pairs) + self.pass_us)
 
 
-def taker_blocks() -> int:
+def decode_blocks() -> int:
     return blocks_of(load_step_times(STEP_TIMES), None, BLOCK_SIZE)
 
 
@@ -300,10 +300,10 @@ def run_path(job: PathJob) -> PathRun:
 def spec_of(job: PathJob) -> RunSpec:
     options, times = job.options, load_step_times(STEP_TIMES)
     think_us = round(options.think_s * 1e6)
-    sessions = Sessions(options.sessions, options.input_scale, CONTEXT_TOKENS, MAX_TOKENS, think_us)
+    sessions = SimulatedConversations(options.sessions, options.input_scale, CONTEXT_TOKENS, MAX_TOKENS, think_us)
     config = WorkerConfig(
         slots=SLOTS,
-        blocks=taker_blocks(),
+        blocks=decode_blocks(),
         block_size=BLOCK_SIZE,
         context_tokens=CONTEXT_TOKENS,
         step_tokens=STEP_TOKENS,
@@ -317,11 +317,11 @@ def spec_of(job: PathJob) -> RunSpec:
         instances=GIVERS + TAKERS,
         config=config,
         step_times=times,
-        calls=sessions.drawn(read_talks(Path(options.trace)), job.seed),
+        calls=sessions.drawn(read_conversations(Path(options.trace)), job.seed),
         concurrency=options.clients,
         seed=job.seed,
         spans_max=0,
-        split=PrefillDecodeSplit(GIVERS, giver_config, Charged(times, job.pass_us), road),
+        split=PrefillDecodeSplit(GIVERS, giver_config, ChargedStepTimes(times, job.pass_us), road),
         metered=job.metered,
     )
 
@@ -359,13 +359,13 @@ def _described(job: PathJob, record: RunRecord) -> PathRun:
     )
 
 
-def _wait(record: RunRecord) -> Wait:
+def _wait(record: RunRecord) -> PathWaits:
     count = len(record.journeys) * 1e6
     queue_s = sum(journey.queue_us for journey in record.journeys) / count
     prefill_s = sum(journey.prefill_us for journey in record.journeys) / count
     transfer_s = sum(journey.transfer_us for journey in record.journeys) / count
     all_s = sum(journey.ttft_us or 0 for journey in record.journeys) / count
-    return Wait(queue_s, prefill_s, transfer_s, all_s - queue_s - prefill_s - transfer_s)
+    return PathWaits(queue_s, prefill_s, transfer_s, all_s - queue_s - prefill_s - transfer_s)
 
 
 def _held_peak(record: RunRecord) -> float:
@@ -373,10 +373,10 @@ def _held_peak(record: RunRecord) -> float:
     return max((look.running_blocks / record.pool_of(look.instance) for look in looks), default=0.0)
 
 
-def _passes(record: RunRecord) -> Passes:
+def _passes(record: RunRecord) -> PathPasses:
     meters = record.meters[TAKERS:]
     passes = sum(meter.passes for meter in meters)
-    return Passes(
+    return PathPasses(
         passes=passes,
         plan_us=sum(meter.plan_ns for meter in meters) / passes / 1e3,
         settle_us=sum(meter.settle_ns for meter in meters) / passes / 1e3,
@@ -414,9 +414,9 @@ def prefill_path(
     which such a path was first reported stand beside ours, with where the difference comes from. Takes some minutes.
     """
 
-    def prepare(voice: Voice) -> Work[PathReport]:
+    def prepare(progress: Progress) -> Experiment[PathReport]:
         options = PathOptions(
-            trace=str(find_talks(trace, traces)),
+            trace=str(find_conversations(trace, traces)),
             seeds=seeds,
             sessions=sessions,
             clients=concurrency,
@@ -426,9 +426,9 @@ def prefill_path(
             giver_blocks=giver_blocks,
         )
         work = Paths(options)
-        return Work(work.runs, lambda: work.run(voice, processes or cores()))
+        return Experiment(work.runs, lambda: work.run(progress, processes or cores()))
 
-    conduct(prepare, show, json_file)
+    run_benchmark(prepare, show, json_file)
 
 
 FIGURES = {
@@ -463,7 +463,7 @@ def show(console: Console, report: PathReport) -> None:
 
 
 def _figures(report: PathReport) -> Table:
-    settings, seeds = report.settings, len(report.of(Kind.SHORT))
+    settings, seeds = report.settings, len(report.of(PathKind.SHORT))
     table = Table(
         title=f"{settings['givers']}P{settings['takers']}D, {settings['clients']} clients, {settings['sessions']} sessions, "
         f"{seeds} seeds: mean (least – most)",
@@ -473,7 +473,7 @@ def _figures(report: PathReport) -> Table:
         table.add_column(name, justify="right" if name else "left")
     for title, (name, form) in FIGURES.items():
         cells = [_spread([run.figure(name) for run in report.of(kind)], form) for kind in PATHS]
-        cells += [_spread(report.changes(name, before), "{:+.2%}") for before in (Kind.GENERAL, Kind.LOSSY)]
+        cells += [_spread(report.changes(name, before), "{:+.2%}") for before in (PathKind.GENERAL, PathKind.LOSSY)]
         reported = report.reported[name]
         before = f"{reported.general:,.1f} → {reported.short:,.1f}" if name != "tokens_per_s" else ""
         table.add_row(title, *cells, before, f"{reported.change:+.1%}")
@@ -485,7 +485,7 @@ def _parts(report: PathReport) -> Table:
     for name in ("", "general path", "short path", "difference", "lossy path"):
         table.add_column(name, justify="right" if name else "left")
     for title, (value, form) in PARTS.items():
-        general, short, lossy = (mean(map(value, report.of(kind))) for kind in Kind)
+        general, short, lossy = (mean(map(value, report.of(kind))) for kind in PathKind)
         sign = form.replace("{:", "{:+")
         table.add_row(title, form.format(general), form.format(short), sign.format(short - general), form.format(lossy))
     return table
@@ -497,15 +497,15 @@ def _spread(values: Sequence[float], form: str) -> str:
 
 
 def explained(report: PathReport) -> Iterator[str]:
-    told = "; ".join(
+    costs = "; ".join(
         f"{kind} {report.pass_us(kind):.0f} µs ({', '.join(f'{one.us:.0f}' for one in report.passes[kind])})"
         for kind in PATHS
     )
-    general = report.of(Kind.GENERAL)
+    general, times = report.of(PathKind.GENERAL), len(report.passes[PathKind.SHORT])
     step_ms = mean(run.giver_busy * run.total_s / run.giver_steps for run in general) * 1e3
     yield (
-        f"A pass (plan and settle) in CPU time on this machine, each path {len(report.passes[Kind.SHORT])} times in turns: "
-        f"{told}; a step of the giver takes {step_ms:.0f} ms. A pass is charged as if nothing hid it."
+        f"A pass (plan and settle) in CPU time on this machine, each path {times} times in turns: {costs}; "
+        f"a step of the giver takes {step_ms:.0f} ms. A pass is charged as if nothing hid it."
     )
     yield from _verdict(report)
     settings = report.settings
@@ -517,10 +517,10 @@ def explained(report: PathReport) -> Iterator[str]:
 
 
 def _verdict(report: PathReport) -> Iterator[str]:
-    """How our two paths differ, and how the original's must have differed."""
-    general, short = report.of(Kind.GENERAL), report.of(Kind.SHORT)
+    """Explain the difference of the two paths, here and in the published figures."""
+    general, short = report.of(PathKind.GENERAL), report.of(PathKind.SHORT)
     more = sum(run.giver_steps for run in general) - sum(run.giver_steps for run in short)
-    saved_ms = (report.pass_us(Kind.GENERAL) - report.pass_us(Kind.SHORT)) / 1e3
+    saved_ms = (report.pass_us(PathKind.GENERAL) - report.pass_us(PathKind.SHORT)) / 1e3
     steps = sum(run.giver_steps for run in general)
     yield (
         f"Our two paths plan nearly the same steps ({more:+,} of {steps:,} on the general one), and a pass differs by "

@@ -18,23 +18,22 @@ import msgspec
 import typer
 from rich.console import Console
 
-from baton.bench.child_processes import ChildFailed
 from baton.bench.report import summarise
-from benchmarks.compare import Row
+from benchmarks.compare import ComparisonRow
 from benchmarks.options import JsonFile, ModelArgument, OurArgs, Pairs, PeerArgs, PeerOption, Seed
 from benchmarks.runner import (
     Columns,
-    MeasurementFailed,
+    Experiment,
+    Progress,
     Rounds,
     Spread,
-    Voice,
-    Work,
-    conduct,
-    in_turns,
+    alternating,
+    failures_noted,
     model_folder,
-    notes_on_others,
+    notes_on_other_load,
     print_remarks,
     ratio_of,
+    run_benchmark,
     shown_ratio,
     shown_spread,
     shown_values,
@@ -45,25 +44,25 @@ from benchmarks.servers import (
     OURS,
     PEER,
     WARM_UP_SEED,
+    RunningServer,
+    ServerCommand,
     ServerReport,
     ServerShape,
-    Serving,
+    ServersInTurn,
     ServingLoad,
-    Side,
-    Turns,
-    arrange,
     counter_total,
-    our_side,
-    peer_side,
+    our_command,
+    peer_command,
     scrape,
-    start_all,
+    servers_in_turn,
+    start_servers,
     versions_of,
 )
 
 SHARES = (1.0, 0.5, 0.25)
 PREEMPTIONS = {OURS: "baton_num_preemptions_total", PEER: "vllm:num_preemptions_total"}
 OWN_BLOCKS_OF_PEER = 1
-"""vLLM keeps one block of its pool as a placeholder; with one more it has as many to use as we have."""
+"""vLLM reserves one block of its pool as a placeholder, so it gets one more."""
 LOAD = ServingLoad(64, 128, 192)
 
 
@@ -80,42 +79,42 @@ class PressureOptions:
 
     @property
     def shape(self) -> ServerShape:
-        """A sequence may not be longer than the smallest pool, so that all servers are told the same."""
+        """Settings of all servers; a sequence may not be longer than the smallest pool."""
         whole = ServerShape(self.model, max_num_seqs=self.load.requests)
         return replace(whole, max_model_len=min(whole.max_model_len, min(self.pools) * whole.block_size))
 
     @property
     def pools(self) -> tuple[int, ...]:
-        """Blocks, from what the whole load fills downwards; none smaller than one request."""
+        """Pool sizes in blocks, from the whole load downwards; none smaller than one request."""
         each = -(-(self.load.input_tokens + self.load.output_tokens) // ServerShape(self.model).block_size)
         return tuple(max(each, round(share * each * self.load.requests)) for share in SHARES)
 
 
 @dataclass(frozen=True, slots=True)
-class Contender:
-    """A side with a pool."""
+class PooledServer:
+    """A server with one pool size."""
 
     name: str
-    """Whose it is: ours or the peer's."""
+    """OURS or PEER."""
     pool_blocks: int
-    side: Side
+    side: ServerCommand
 
 
-class Point(msgspec.Struct):
+class PoolPoint(msgspec.Struct):
     """One size of the pool."""
 
     pool_blocks: int
     share: float
-    """Of what the load fills."""
-    speed: Row
+    """Pool ÷ blocks that the load fills."""
+    speed: ComparisonRow
     ours_preemptions: list[int | None] = []
-    """Run by run, as `speed.ours`; None where the server does not tell."""
+    """By run, as `speed.ours`; None when the server has no such counter."""
     peer_preemptions: list[int | None] = []
     ours_of_own: Spread | None = None
-    """Speed ÷ the same side's with room for all, pair by pair."""
+    """Speed ÷ the same side's with the largest pool, pair by pair."""
     peer_of_own: Spread | None = None
     ratio: Spread | None = None
-    """Ours ÷ the peer's."""
+    """Baton ÷ peer."""
 
     def preemptions(self, side: str) -> list[int | None]:
         return self.ours_preemptions if side == OURS else self.peer_preemptions
@@ -125,36 +124,40 @@ class PressureReport(ServerReport, kw_only=True):
     load: str
     commands: dict[str, str]
     idle_busy_cores: dict[str, float]
-    points: list[Point]
+    points: list[PoolPoint]
 
 
-def contenders_of(options: PressureOptions) -> list[Contender]:
-    """Ours, and the peer's where there is one, for each pool."""
+def pooled_servers(options: PressureOptions) -> list[PooledServer]:
+    """Baton and, if configured, the peer, for each pool."""
     contenders = []
     for blocks in options.pools:
-        ours = our_side(options.shape, f"--kv-blocks {blocks} {options.our_args}")
-        contenders.append(Contender(OURS, blocks, _named(ours, blocks)))
+        ours = our_command(options.shape, f"--kv-blocks {blocks} {options.our_args}")
+        contenders.append(PooledServer(OURS, blocks, _named(ours, blocks)))
         if options.peer is not None:
             override = f"--num-gpu-blocks-override {blocks + OWN_BLOCKS_OF_PEER} {options.peer_args}"
-            contenders.append(Contender(PEER, blocks, _named(peer_side(options.shape, options.peer, override), blocks)))
+            contenders.append(
+                PooledServer(PEER, blocks, _named(peer_command(options.shape, options.peer, override), blocks))
+            )
     return contenders
 
 
-def _named(side: Side, blocks: int) -> Side:
+def _named(side: ServerCommand, blocks: int) -> ServerCommand:
     return replace(side, name=f"{side.name}, {blocks} blocks")
 
 
 class Pressure:
-    def __init__(self, options: PressureOptions, contenders: Sequence[Contender], voice: Voice) -> None:
+    def __init__(self, options: PressureOptions, contenders: Sequence[PooledServer], progress: Progress) -> None:
         self._options = options
         self._contenders = contenders
-        self._voice = voice
-        self._rounds = Rounds(voice, options.pairs, options.look_s)
+        self._progress = progress
+        self._rounds = Rounds(progress, options.pairs, options.look_s)
         self._idle: dict[str, float] = {}
         self._failures: list[str] = []
         absent = "" if options.peer is not None else NO_PEER
         self._points = [
-            Point(blocks, blocks / options.pools[0], Row("pressure", f"{blocks} blocks", "output tokens/s", "higher"))
+            PoolPoint(
+                blocks, blocks / options.pools[0], ComparisonRow("pressure", f"{blocks} blocks", "output tokens/s", "higher")
+            )
             for blocks in options.pools
         ]
         for point in self._points:
@@ -165,34 +168,32 @@ class Pressure:
         return self._options.pairs * len(self._contenders)
 
     def run(self) -> PressureReport:
-        """A failure ends the measurements; what was measured before it is still reported."""
-        try:
-            with contextlib.ExitStack() as stack:
-                servers = start_all(stack, [each.side for each in self._contenders], self._voice)
-                turns, self._idle = arrange(servers, self._voice, self._options.seed + WARM_UP_SEED)
-                self._pairs(turns)
-        except (ChildFailed, MeasurementFailed) as error:
-            self._failures.append(str(error))
-            self._voice.say(f"failed: {error}")
+        """Measure and report. A failure ends the measurements; earlier ones are still reported."""
+        with failures_noted(self._failures, self._progress), contextlib.ExitStack() as stack:
+            servers = start_servers(stack, [each.side for each in self._contenders], self._progress)
+            turns, self._idle = servers_in_turn(servers, self._progress, self._options.seed + WARM_UP_SEED)
+            self._pairs(turns)
         return self._conclude()
 
-    def _pairs(self, turns: Turns) -> None:
+    def _pairs(self, turns: ServersInTurn) -> None:
         points = {point.pool_blocks: point for point in self._points}
-        for pair, at in in_turns(range(len(self._contenders)), self._options.pairs):
+        for pair, at in alternating(range(len(self._contenders)), self._options.pairs):
             name, point = self._contenders[at].name, points[self._contenders[at].pool_blocks]
             take = partial(self._taken, turns, turns.servers[at], name, pair, point.preemptions(name))
             measured = self._rounds.measure(point.speed.name, point.speed.unit, name, pair, take)
             point.speed.values(name).append(measured)
 
-    def _taken(self, turns: Turns, serving: Serving, name: str, pair: int, yielded: list[int | None]) -> tuple[float, str]:
-        """One run of a server: its speed, and how many requests yielded meanwhile."""
+    def _taken(
+        self, turns: ServersInTurn, serving: RunningServer, name: str, pair: int, yielded: list[int | None]
+    ) -> tuple[float, str]:
+        """One run of a server: its speed and its preemptions."""
         before = _preemptions(serving, name)
-        # Another seed for each pair: equal work on both sides, and nothing of it in any cache.
+        # Another seed for each pair: equal work on both sides, and nothing cached.
         result = turns.run(serving, self._options.load, self._options.seed + 1 + pair)
         after = _preemptions(serving, name)
         yielded.append(None if before is None or after is None else after - before)
-        told = "preemptions not told" if yielded[-1] is None else f"{yielded[-1]} preemptions"
-        return summarise(result).throughput.output_tokens_per_s, told
+        counted = "preemptions not told" if yielded[-1] is None else f"{yielded[-1]} preemptions"
+        return summarise(result).throughput.output_tokens_per_s, counted
 
     def _conclude(self) -> PressureReport:
         options = self._options
@@ -205,15 +206,15 @@ class Pressure:
             versions=versions_of(options.peer, self._failures),
             model=options.model.name,
             load=options.load.name,
-            commands={each.side.name: each.side.told() for each in self._contenders},
+            commands={each.side.name: each.side.shell_line() for each in self._contenders},
             idle_busy_cores=self._idle,
             points=self._points,
-            notes=notes_on_others(self._rounds.loads),
+            notes=notes_on_other_load(self._rounds.loads),
             failures=self._failures,
         )
 
 
-def _preemptions(serving: Serving, name: str) -> int | None:
+def _preemptions(serving: RunningServer, name: str) -> int | None:
     return counter_total(scrape(serving.url), PREEMPTIONS[name])
 
 
@@ -247,17 +248,17 @@ def pressure(
     for each side and pool, keeps them up and loads one at a time. Takes about twenty-five minutes on two cores.
     """
 
-    def prepare(voice: Voice) -> Work[PressureReport]:
+    def prepare(progress: Progress) -> Experiment[PressureReport]:
         load = ServingLoad(requests, input_tokens, output_tokens)
-        options = PressureOptions(model_folder(model, voice), peer, pairs, load, our_args, peer_args, seed)
-        work = Pressure(options, contenders_of(options), voice)
-        return Work(work.measurements, work.run)
+        options = PressureOptions(model_folder(model, progress), peer, pairs, load, our_args, peer_args, seed)
+        work = Pressure(options, pooled_servers(options), progress)
+        return Experiment(work.measurements, work.run)
 
-    conduct(prepare, show, json_file)
+    run_benchmark(prepare, show, json_file)
 
 
 def show(console: Console, report: PressureReport) -> None:
-    columns: Columns[Point] = (
+    columns: Columns[PoolPoint] = (
         ("KV pool, blocks", lambda point: f"{point.pool_blocks} ({point.share:.0%})"),
         (f"{OURS} tokens/s", lambda point: shown_values(point.speed.ours, point.speed.ours_absent)),
         ("of its own", lambda point: shown_ratio(point.ours_of_own)),

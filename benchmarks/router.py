@@ -27,9 +27,9 @@ from baton.bench.load import Closed, Plan, RunResult, run_load
 from baton.bench.machine import OtherLoad
 from baton.bench.stats import percentile
 from baton.bench.workload import BenchSession, Endpoint, Recipe, Round, TokenRange
-from benchmarks.fleet import Fleet, fleet
+from benchmarks.fleet import RunningFleet, fleet
 from benchmarks.options import JsonFile
-from benchmarks.runner import Columns, MeasurementFailed, Rounds, Voice, Work, conduct, in_turns, table_of
+from benchmarks.runner import Columns, Experiment, MeasurementFailed, Progress, Rounds, alternating, run_benchmark, table_of
 
 SCRIPTED = ("--executor", "scripted")
 BYTES = TokenRange(1, 256)
@@ -42,7 +42,7 @@ PEER_LIMIT_S = 60.0
 class RoutedLoad:
     concurrency: int = 64
     requests: int = 384
-    """A round, of each way."""
+    """Requests per round and path."""
     input_tokens: int = 64
     output_tokens: int = 96
     step_ms: float = 20.0
@@ -50,15 +50,15 @@ class RoutedLoad:
     rounds: int = 3
 
 
-class Way(msgspec.Struct):
-    """Everything seen of one way; times in seconds."""
+class RoutedPath(msgspec.Struct):
+    """Measurements of one path; times in seconds."""
 
     name: str
     ttft_s: list[float] = msgspec.field(default_factory=list)
     tokens: int = 0
     events: int = 0
     cpu_s: float = 0.0
-    """Of what stands between; 0 where nothing does."""
+    """CPU time of the router; 0 for the direct path."""
 
     @property
     def p50_ms(self) -> float:
@@ -75,34 +75,34 @@ class Way(msgspec.Struct):
 
 class RoutedReport(msgspec.Struct):
     load: RoutedLoad
-    ways: list[Way]
+    ways: list[RoutedPath]
     others: list[OtherLoad]
 
 
-async def measure(load: RoutedLoad, peer: str | None, voice: Voice) -> RoutedReport:
+async def measure(load: RoutedLoad, peer: str | None, progress: Progress) -> RoutedReport:
     each = ("--step-ms", str(load.step_ms), "--max-num-seqs", str(load.concurrency))
     async with (
         fleet(SCRIPTED, ["mixed"] * load.instances, each=each) as ours,
         _peer(peer, [member.url for member in ours.members]) as other,
     ):
-        return await _rounds(load, ours, other, voice)
+        return await _rounds(load, ours, other, progress)
 
 
-async def _rounds(load: RoutedLoad, ours: Fleet, other: tuple[Child, str] | None, voice: Voice) -> RoutedReport:
+async def _rounds(load: RoutedLoad, ours: RunningFleet, other: tuple[Child, str] | None, progress: Progress) -> RoutedReport:
     direct, routed = [member.url for member in ours.members], [ours.url]
-    ways = [(Way(DIRECT), direct, None), (Way(OURS), routed, ours.router)]
+    ways = [(RoutedPath(DIRECT), direct, None), (RoutedPath(OURS), routed, ours.router)]
     if other is not None:
-        ways.append((Way(PEER), [other[1]], other[0]))
-    rounds = Rounds(voice, load.rounds)
-    for number, (way, urls, between) in in_turns(ways, load.rounds):
+        ways.append((RoutedPath(PEER), [other[1]], other[0]))
+    rounds = Rounds(progress, load.rounds)
+    for number, (way, urls, between) in alternating(ways, load.rounds):
         await asyncio.to_thread(rounds.look)
-        voice.doing(f"round {number + 1}: {way.name}")
+        progress.doing(f"round {number + 1}: {way.name}")
         await _load_once(load, way, urls, between, seed=number)
-        voice.done()
+        progress.done()
     return RoutedReport(load, [way for way, _, _ in ways], rounds.loads)
 
 
-async def _load_once(load: RoutedLoad, way: Way, urls: Sequence[str], between: Child | None, seed: int) -> None:
+async def _load_once(load: RoutedLoad, way: RoutedPath, urls: Sequence[str], between: Child | None, seed: int) -> None:
     before_s = 0.0 if between is None else between.cpu_s()
     runs = await asyncio.gather(*(_half(load, url, len(urls), seed * 100 + place) for place, url in enumerate(urls)))
     way.cpu_s += 0.0 if between is None else between.cpu_s() - before_s
@@ -110,7 +110,7 @@ async def _load_once(load: RoutedLoad, way: Way, urls: Sequence[str], between: C
         for record in run.records:
             if record.error is not None or record.ttft_s is None:
                 raise MeasurementFailed(f"{way.name}: {record.error} {record.error_message}")
-            if record.session >= load.concurrency // len(urls):  # the first come all at once, as clients do not
+            if record.session >= load.concurrency // len(urls):  # the first requests arrive all at once and are not counted
                 way.ttft_s.append(record.ttft_s)
             way.tokens += record.output_tokens
             way.events += record.events
@@ -128,7 +128,7 @@ async def _half(load: RoutedLoad, url: str, parts: int, seed: int) -> RunResult:
 
 
 def _sessions(load: RoutedLoad, count: int) -> Iterator[BenchSession]:
-    """Answers between half and one and a half times as long: equal ones would end together, and the next come together."""
+    """Answer lengths vary by ±50 %: equal ones would end together, and the next would start together."""
     for index in range(count):
         share = (index * 0.618034) % 1.0
         yield BenchSession(index, (Round(load.input_tokens, max(1, round(load.output_tokens * (0.5 + share)))),))
@@ -136,7 +136,7 @@ def _sessions(load: RoutedLoad, count: int) -> Iterator[BenchSession]:
 
 @contextlib.asynccontextmanager
 async def _peer(command: str | None, urls: Sequence[str]) -> AsyncIterator[tuple[Child, str] | None]:
-    """Another router in front of the same instances, where one was named."""
+    """Another router in front of the same instances, if configured."""
     if command is None:
         yield None
         return
@@ -198,15 +198,15 @@ def router(
     """
     load = RoutedLoad(concurrency, requests, input_tokens, output_tokens, step_ms, instances, rounds)
 
-    def prepare(voice: Voice) -> Work[RoutedReport]:
-        return Work(rounds * (2 if peer is None else 3), lambda: asyncio.run(measure(load, peer, voice)))
+    def prepare(progress: Progress) -> Experiment[RoutedReport]:
+        return Experiment(rounds * (2 if peer is None else 3), lambda: asyncio.run(measure(load, peer, progress)))
 
-    conduct(prepare, show, json_file)
+    run_benchmark(prepare, show, json_file)
 
 
 def show(console: Console, report: RoutedReport) -> None:
     load, direct = report.load, report.ways[0]
-    columns: Columns[Way] = (
+    columns: Columns[RoutedPath] = (
         ("way", lambda way: way.name),
         ("TTFT p50", lambda way: f"{way.p50_ms:.1f} ms"),
         ("added", lambda way: "" if way is direct else f"{way.p50_ms - direct.p50_ms:+.1f} ms"),

@@ -1,9 +1,9 @@
 """The value of choosing an instance by its cached prefixes: conversations of several rounds, one fleet a policy.
 
 Owns the real measurement. Each policy gets a fresh fleet of mixed instances, so that nothing is cached from before; all
-get the same conversations (lengths from a trace, words made up), as many at once. A prompt carries all that was said
-before, so an instance that served the round before has nearly all of it. The figures are the share of prompt tokens that
-an instance had, as usage tells it, and the time to the first token.
+get the same conversations (lengths from a trace, random words), the same number at once. A prompt contains all earlier
+rounds, so an instance that served the previous round has nearly all of it cached. The figures are the share of cached
+prompt tokens, from `usage`, and the time to the first token.
 """
 
 from __future__ import annotations
@@ -28,18 +28,24 @@ from baton.sim.cluster import RunSpec, simulate
 from baton.sim.report import FINISHED
 from baton.sim.run_records import RunRecord
 from baton.sim.step_times import load_step_times
-from benchmarks.conversations import Sessions, Talk, Talks, find_talks, read_talks
+from benchmarks.conversations import (
+    Conversation,
+    ConversationLoad,
+    SimulatedConversations,
+    find_conversations,
+    read_conversations,
+)
 from benchmarks.fleet import fleet
 from benchmarks.options import ConversationFile, JsonFile, ShareGptFolder
-from benchmarks.runner import Columns, MeasurementFailed, Voice, Work, conduct, table_of
+from benchmarks.runner import Columns, Experiment, MeasurementFailed, Progress, run_benchmark, table_of
 
 MODELLED = "h200-8b"
 MODELLED_CLIENTS = 39
 MODELLED_SCALE = 8.0
-"""Factor on the length of prompts in virtual time: documents beside questions."""
+"""Factor on prompt lengths in virtual time."""
 
 
-class PolicyRun(msgspec.Struct):
+class RoutingRun(msgspec.Struct):
     policy: str
     requests: int
     prompt_tokens: int
@@ -54,39 +60,46 @@ class PolicyRun(msgspec.Struct):
 
 
 class RoutingReport(msgspec.Struct):
-    talks: Talks
+    load: ConversationLoad = msgspec.field(name="talks")
     instances: int
-    runs: list[PolicyRun]
-    """Here, on this machine."""
-    modelled: list[PolicyRun]
-    """In virtual time, on as many modelled GPUs, with the conversations as long as they were."""
+    runs: list[RoutingRun]
+    """Measured on this machine."""
+    modelled: list[RoutingRun]
+    """In virtual time, on the same number of modelled GPUs, with full conversation lengths."""
 
 
 async def measure(
-    model: str, policies: Sequence[str], instances: int, talks: Talks, sessions: Sequence[BenchSession], voice: Voice
-) -> list[PolicyRun]:
+    model: str,
+    policies: Sequence[str],
+    instances: int,
+    load: ConversationLoad,
+    sessions: Sequence[BenchSession],
+    progress: Progress,
+) -> list[RoutingRun]:
     runs = []
     for policy in policies:
-        voice.doing(f"starting the fleet for {policy}")
+        progress.doing(f"starting the fleet for {policy}")
         each = ("--max-model-len", "2048", "--threads", "1")
         async with fleet([model], ["mixed"] * instances, ("--policy", policy), each) as made:
-            voice.doing(policy)
-            runs.append(await _run(policy, made.url, talks, iter(sessions), voice))
+            progress.doing(policy)
+            runs.append(await _run(policy, made.url, load, iter(sessions), progress))
     return runs
 
 
-async def _run(policy: str, url: str, talks: Talks, sessions: Iterator[BenchSession], voice: Voice) -> PolicyRun:
+async def _run(
+    policy: str, url: str, load: ConversationLoad, sessions: Iterator[BenchSession], progress: Progress
+) -> RoutingRun:
     async with open_http(1) as http:
         model = await first_model(http, url)
-    plan = Plan(TargetServer(url, model), Closed(talks.concurrency), Recipe(talks.seed), BenchRequest(), warmup=6)
-    result = await run_load(plan, sessions, lambda _done, _tokens: voice.done())
+    plan = Plan(TargetServer(url, model), Closed(load.concurrency), Recipe(load.seed), BenchRequest(), warmup=6)
+    result = await run_load(plan, sessions, lambda _done, _tokens: progress.done())
     failed = [record for record in result.records if record.error is not None]
     if failed:
         raise MeasurementFailed(f"{policy}: {len(failed)} requests failed, the first with {failed[0].error_message}")
     times = describe([record.ttft_s for record in result.records if record.ttft_s is not None])
     if times is None:
         raise MeasurementFailed(f"{policy}: no request gave a token")
-    return PolicyRun(
+    return RoutingRun(
         policy=policy,
         requests=len(result.records),
         prompt_tokens=sum(record.prompt_tokens for record in result.records),
@@ -97,38 +110,44 @@ async def _run(policy: str, url: str, talks: Talks, sessions: Iterator[BenchSess
     )
 
 
-def modelled(policies: Sequence[str], instances: int, talks: Talks, said: Sequence[Talk], voice: Voice) -> list[PolicyRun]:
-    """The same router in front of the same schedulers, with machines that are only modelled."""
+def modelled(
+    policies: Sequence[str],
+    instances: int,
+    load: ConversationLoad,
+    conversations: Sequence[Conversation],
+    progress: Progress,
+) -> list[RoutingRun]:
+    """Run the same policies in virtual time, with the real router and schedulers on modelled machines."""
     times = load_step_times(MODELLED)
     config = WorkerConfig(
-        slots=256, blocks=blocks_of(times, None, 16), context_tokens=32_768, step_tokens=8192, waiting_max=talks.count
+        slots=256, blocks=blocks_of(times, None, 16), context_tokens=32_768, step_tokens=8192, waiting_max=load.count
     )
-    sessions = Sessions(talks.count, MODELLED_SCALE, config.context_tokens, max_tokens=1)
+    sessions = SimulatedConversations(load.count, MODELLED_SCALE, config.context_tokens, max_tokens=1)
     runs = []
     for policy in policies:
-        voice.doing(f"modelled: {policy}")
+        progress.doing(f"modelled: {policy}")
         spec = RunSpec(
             label=policy,
             instances=instances,
             config=config,
             step_times=times,
-            calls=sessions.drawn(said, talks.seed),
+            calls=sessions.drawn(conversations, load.seed),
             concurrency=MODELLED_CLIENTS,
-            seed=talks.seed,
+            seed=load.seed,
             spans_max=0,
             route=RoutingPolicy(policy),
         )
         runs.append(_modelled_run(policy, simulate(spec)))
-        voice.done()
+        progress.done()
     return runs
 
 
-def _modelled_run(policy: str, record: RunRecord) -> PolicyRun:
+def _modelled_run(policy: str, record: RunRecord) -> RoutingRun:
     journeys = [journey for journey in record.journeys if journey.outcome in FINISHED]
     times = describe([journey.ttft_us / 1e6 for journey in journeys if journey.ttft_us is not None])
     if len(journeys) < len(record.journeys) or times is None:
         raise MeasurementFailed(f"{policy}, modelled: {len(record.journeys) - len(journeys)} requests were not answered")
-    return PolicyRun(
+    return RoutingRun(
         policy=policy,
         requests=len(journeys),
         prompt_tokens=sum(journey.input_tokens for journey in journeys),
@@ -171,23 +190,23 @@ def routing(
     """
     names = policies.split(",")
 
-    def prepare(voice: Voice) -> Work[RoutingReport]:
-        talks = Talks(count=sessions, concurrency=concurrency, input_scale=input_scale, seed=seed)
-        said = read_talks(find_talks(trace, traces))
-        drawn = talks.drawn(said)
+    def prepare(progress: Progress) -> Experiment[RoutingReport]:
+        load = ConversationLoad(count=sessions, concurrency=concurrency, input_scale=input_scale, seed=seed)
+        conversations = read_conversations(find_conversations(trace, traces))
+        drawn = load.drawn(conversations)
         asked = sum(len(session.rounds) for session in drawn) if real else 0
 
         def run() -> RoutingReport:
-            modelled_runs = modelled(names, instances, talks, said, voice)
-            runs = asyncio.run(measure(model, names, instances, talks, drawn, voice)) if real else []
-            return RoutingReport(talks, instances, runs, modelled_runs)
+            modelled_runs = modelled(names, instances, load, conversations, progress)
+            runs = asyncio.run(measure(model, names, instances, load, drawn, progress)) if real else []
+            return RoutingReport(load, instances, runs, modelled_runs)
 
-        return Work(len(names) * (asked + 1), run)
+        return Experiment(len(names) * (asked + 1), run)
 
-    conduct(prepare, show, json_file)
+    run_benchmark(prepare, show, json_file)
 
 
-COLUMNS: Columns[PolicyRun] = (
+COLUMNS: Columns[RoutingRun] = (
     ("policy", lambda run: run.policy),
     ("requests", lambda run: f"{run.requests:,}"),
     ("prompt tokens", lambda run: f"{run.prompt_tokens:,}"),
@@ -199,9 +218,9 @@ COLUMNS: Columns[PolicyRun] = (
 
 
 def show(console: Console, report: RoutingReport) -> None:
-    talks, instances = report.talks, report.instances
+    load, instances = report.load, report.instances
     if report.runs:
-        title = f"{talks.count} conversations, {talks.concurrency} at once, {instances} mixed instances"
+        title = f"{load.count} conversations, {load.concurrency} at once, {instances} mixed instances"
         console.print(table_of(title, COLUMNS, report.runs))
-    title = f"{talks.count} conversations × {MODELLED_SCALE:g}, {MODELLED_CLIENTS} at once, {instances} × {MODELLED}"
+    title = f"{load.count} conversations × {MODELLED_SCALE:g}, {MODELLED_CLIENTS} at once, {instances} × {MODELLED}"
     console.print(table_of(title, COLUMNS, report.modelled))

@@ -1,15 +1,16 @@
 """The runner that all experiments share: rounds in turns, spreads, the machine's other load, JSON, tables, progress.
 
-An experiment is a command with its options, a load and a table. It hands `conduct` a function that prepares the work; the
-rest is here: the progress bar, the exit code, the report on the screen and in a JSON file. Exit codes: 0 all went well, 1 a
-measurement failed, 2 the command was wrong.
+An experiment is a command with its options, a load and a table. It gives `run_benchmark` a function that prepares the work.
+This module owns the progress bar, the exit code, and the report on the screen and in a JSON file. Exit codes: 0 success,
+1 a measurement failed, 2 the command was wrong.
 
-Sides are measured in turns and the order changes with each round, so that a machine that drifts does not favour one. A ratio
-is taken within a round. What others did with the machine is looked at before a measurement and kept beside its number.
+Sides are measured in turns and the order reverses each round, so that a drifting machine favours none. A ratio is computed
+within a round. The load by other processes is sampled before a measurement and stored beside its value.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -45,15 +46,15 @@ ABSENT = "–"
 
 
 class MeasurementFailed(Exception):
-    """A run gave no number that means anything; the message says why."""
+    """A run gave no valid measurement; the message says why."""
 
 
 class BadOptions(Exception):
-    """The command cannot be carried out as it was given; the message says why."""
+    """Invalid options; the message says why."""
 
 
 class NoTrace(BadOptions):
-    """There is no trace to take a load from; the message says how to name one."""
+    """No trace found; the message says how to name one."""
 
 
 WRONG_COMMAND = (
@@ -66,27 +67,29 @@ FAILED = (BatonError, ChildFailed, MeasurementFailed)
 
 
 @dataclass(slots=True)
-class Voice:
-    """How an experiment talks while it works."""
+class Progress:
+    """Callbacks for the progress of an experiment."""
 
     say: Callable[[str], None]
-    """Prints a line."""
+    """Print a line."""
     doing: Callable[[str], None]
-    """Shows what is going on now."""
+    """Show the current activity."""
     done: Callable[[], None]
-    """Counts one more measurement."""
+    """Count one more measurement."""
 
 
 @dataclass(frozen=True, slots=True)
-class Work(Generic[R]):
+class Experiment(Generic[R]):
     """A prepared experiment."""
 
     measurements: int | None
-    """How many will be taken if all goes well; None where that is not known beforehand."""
+    """Number of planned measurements; None when not known beforehand."""
     run: Callable[[], R]
 
 
-def conduct(prepare: Callable[[Voice], Work[R]], show: Callable[[Console, R], None], json_file: Path | None) -> R:
+def run_benchmark(
+    prepare: Callable[[Progress], Experiment[R]], show: Callable[[Console, R], None], json_file: Path | None
+) -> R:
     """Prepare and run an experiment, show its report and write it to a file; raises typer.Exit where it failed."""
     console = wide_console()
     stop_servers_on_sigterm()
@@ -94,8 +97,8 @@ def conduct(prepare: Callable[[Voice], Work[R]], show: Callable[[Console, R], No
         with progress_bar(console) as bar:
             task = bar.add_task("starting", total=None)
             say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-            voice = Voice(say, lambda what: bar.update(task, description=what), lambda: bar.advance(task))
-            work = prepare(voice)
+            progress = Progress(say, lambda what: bar.update(task, description=what), lambda: bar.advance(task))
+            work = prepare(progress)
             bar.update(task, total=work.measurements)
             report = work.run()
     except (*WRONG_COMMAND, *FAILED) as error:
@@ -110,12 +113,12 @@ def conduct(prepare: Callable[[Voice], Work[R]], show: Callable[[Console, R], No
     return report
 
 
-def model_folder(model: str, voice: Voice) -> Path:
-    return resolve_model(model, voice.say)
+def model_folder(model: str, progress: Progress) -> Path:
+    return resolve_model(model, progress.say)
 
 
 def find_trace(trace: Path | None, folder: Path | None, glob: str, what: str) -> Path:
-    """The trace that was named, or the first of that pattern in a folder of traces."""
+    """The named trace, or the first file in `folder` that matches `glob`."""
     if trace is not None:
         return trace
     found = sorted(folder.glob(glob)) if folder is not None else []
@@ -125,11 +128,21 @@ def find_trace(trace: Path | None, folder: Path | None, glob: str, what: str) ->
     return found[0]
 
 
+@contextlib.contextmanager
+def failures_noted(failures: list[str], progress: Progress) -> Iterator[None]:
+    """A failed server or measurement ends the block and is appended to `failures`; the rest of the report is still made."""
+    try:
+        yield
+    except (ChildFailed, MeasurementFailed) as error:
+        failures.append(str(error))
+        progress.say(f"failed: {error}")
+
+
 # ── rounds ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """One side in one round."""
+    """One measurement of one side in one round."""
 
     pair: int
     """The round, from 0."""
@@ -142,13 +155,13 @@ class Measured(msgspec.Struct, frozen=True):
 class MeasuredSide:
     name: str
     take: Callable[[int], tuple[float, str]]
-    """The measurement of a round: its value, and what else to say of it."""
+    """Measure in this round: (value, detail for the log)."""
     values: list[Measured]
     """Measurements are appended here."""
 
 
-def in_turns(sides: Sequence[T], rounds: int) -> Iterator[tuple[int, T]]:
-    """Each side once a round; every other round goes through them backwards."""
+def alternating(sides: Sequence[T], rounds: int) -> Iterator[tuple[int, T]]:
+    """(round, side) for each side once a round; every other round is in reverse order."""
     for number in range(rounds):
         for side in sides if number % 2 == 0 else sides[::-1]:
             yield number, side
@@ -156,43 +169,43 @@ def in_turns(sides: Sequence[T], rounds: int) -> Iterator[tuple[int, T]]:
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """How often each side is measured, and who is told of it."""
+    """Measures sides in rounds and reports progress."""
 
-    voice: Voice
+    progress: Progress
     count: int
     look_s: float = 1.0
-    """How long the machine is watched before each measurement."""
+    """Seconds for which other load is sampled before each measurement."""
     loads: list[OtherLoad] = field(default_factory=list)
-    """Load by other processes, in the order of the looks."""
+    """Samples of the load by other processes."""
 
     def measure(self, name: str, unit: str, side: str, number: int, take: Callable[[], tuple[float, str]]) -> Measured:
-        """Look at the machine, take one measurement of that round and say what came out."""
+        """Sample other load, take one measurement and print it."""
         what = f"{name}: round {number + 1} of {self.count}, {side}"
-        self.voice.doing(what)
+        self.progress.doing(what)
         load = self.look()
         value, detail = take()
-        told = " ".join((short(value), unit)).strip()
-        self.voice.say(f"{what}: {told}" + (f", {detail}" if detail else "") + f"  [{around(load)}]")
-        self.voice.done()
+        shown = " ".join((short(value), unit)).strip()
+        self.progress.say(f"{what}: {shown}" + (f", {detail}" if detail else "") + f"  [{shown_load(load)}]")
+        self.progress.done()
         return Measured(number, value, load, detail)
 
     def compare(self, name: str, unit: str, sides: Sequence[MeasuredSide]) -> None:
         """Measure each side once a round."""
-        for number, side in in_turns(sides, self.count):
+        for number, side in alternating(sides, self.count):
             side.values.append(self.measure(name, unit, side.name, number, partial(side.take, number)))
 
     def repeat(self, about: str, sides: Mapping[str, Callable[[], V]]) -> dict[str, list[V]]:
-        """Warm each side up, then measure each once a round; the machine is watched before each round."""
+        """Warm up each side, then measure each once a round; other load is sampled before each round."""
         taken: dict[str, list[V]] = {name: [] for name in sides}
         for name, take in sides.items():
-            self.voice.doing(f"{about}: warming up {name}")
+            self.progress.doing(f"{about}: warming up {name}")
             take()
-        for number, name in in_turns(list(sides), self.count):
+        for number, name in alternating(list(sides), self.count):
             if sum(map(len, taken.values())) % len(sides) == 0:
                 self.look()
-            self.voice.doing(f"{about}: round {number + 1} of {self.count}, {name}")
+            self.progress.doing(f"{about}: round {number + 1} of {self.count}, {name}")
             taken[name].append(sides[name]())
-            self.voice.done()
+            self.progress.done()
         return taken
 
     def look(self) -> OtherLoad:
@@ -200,7 +213,7 @@ class Rounds:
         return self.loads[-1]
 
 
-def around(load: OtherLoad) -> str:
+def shown_load(load: OtherLoad) -> str:
     return f"load {load.loadavg_1m:.2f}, others {load.busy_cores:.2f} cores, steal {load.steal_percent:.1f} %"
 
 
@@ -212,7 +225,7 @@ def now() -> str:
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """The first fields of the JSON file of every measurement on this machine."""
+    """Common first fields of JSON reports."""
 
     schema: int = 1
     made: str = msgspec.field(default_factory=now)
@@ -232,7 +245,7 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 def ratio_of(ours: Sequence[Measured], others: Sequence[Measured]) -> Spread | None:
-    """Each value over the other of the same round; None without a complete pair."""
+    """Ratios within each round; None without a complete pair."""
     by_round = {measured.pair: measured.value for measured in others}
     pairs = [measured.value / by_round[measured.pair] for measured in ours if by_round.get(measured.pair)]
     return Spread.of(pairs) if pairs else None
@@ -243,8 +256,8 @@ def median_ratio(values: Sequence[float], of: Sequence[float]) -> float:
     return median([value / other for value, other in zip(values, of, strict=True)])
 
 
-def notes_on_others(loads: Sequence[OtherLoad]) -> list[str]:
-    """A warning where others were busy when measurements began."""
+def notes_on_other_load(loads: Sequence[OtherLoad]) -> list[str]:
+    """A warning if other processes were busy when measurements began."""
     busy = sum(load.busy_cores > OTHERS_CORES_MAX for load in loads)
     if not busy:
         return []
@@ -258,11 +271,11 @@ def notes_on_others(loads: Sequence[OtherLoad]) -> list[str]:
 
 
 Columns = Sequence[tuple[str, Callable[[T], str]]]
-"""The head of each column, and what it shows of a row."""
+"""(heading, cell text of a row) for each column."""
 
 
 def table_of(title: str, columns: Columns[T], rows: Iterable[T]) -> Table:
-    """The first column names the row."""
+    """A table whose first column is left-aligned and names the row."""
     table = Table(title=title, title_justify="left")
     for place, (head, _) in enumerate(columns):
         table.add_column(head, justify="right" if place else "left", overflow="fold")
@@ -272,7 +285,7 @@ def table_of(title: str, columns: Columns[T], rows: Iterable[T]) -> Table:
 
 
 def short(value: float) -> str:
-    """Three digits that matter."""
+    """Three significant digits."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
@@ -281,7 +294,7 @@ def three_digits(value: float) -> str:
 
 
 def shown_spread(values: Sequence[float], form: Callable[[float], str] = short) -> str:
-    """Median (smallest – largest), or the one value where all look the same."""
+    """Median (smallest – largest), or one value when all are formatted alike."""
     return shown_ratio(Spread.of(values), form) if values else ABSENT
 
 
@@ -297,15 +310,15 @@ def shown_values(measured: Sequence[Measured], absent: str = "") -> str:
 
 
 def machine_title(model: str, machine: Mapping[str, str | int | float], versions: Mapping[str, str]) -> str:
-    told = ", ".join(f"{name} {version}" for name, version in versions.items())
-    return f"{model} on {machine['cpu']}, {machine['cores']} cores; {told}"
+    shown = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return f"{model} on {machine['cpu']}, {machine['cores']} cores; {shown}"
 
 
 IN_PAIRS = "Median of the pairs (smallest – largest). Only the ratio means something on a shared machine."
 
 
 def print_remarks(console: Console, report: Report, legend: str = IN_PAIRS) -> None:
-    """Print what goes below a table: how to read it, notes, failures."""
+    """Print the legend, notes and failures below a table."""
     console.print(legend, style="dim", highlight=False, soft_wrap=True)
     for note in report.notes:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
@@ -313,8 +326,8 @@ def print_remarks(console: Console, report: Report, legend: str = IN_PAIRS) -> N
         console.print(failure, style="red", markup=False, highlight=False, soft_wrap=True)
 
 
-def print_others(console: Console, loads: Sequence[OtherLoad], absent: Mapping[str, str]) -> None:
-    """How busy others kept the machine, and what could not be measured."""
+def print_other_load(console: Console, loads: Sequence[OtherLoad], absent: Mapping[str, str]) -> None:
+    """Print the load by other processes, and what could not be measured."""
     busy = [load.busy_cores for load in loads]
     cores = describe_machine()["cores"]
     console.print(f"others kept {median(busy):.2f} cores busy (at most {max(busy):.2f}) of {cores}", style="dim")

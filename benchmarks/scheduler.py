@@ -1,4 +1,4 @@
-"""The scheduler's time a step, with no model behind it."""
+"""The scheduler's time per step, without a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.console import Console
 from baton.bench.scheduler import SchedulerTiming, growth_ns_per_row, time_scheduler
 from benchmarks.options import JsonIfGiven
 from benchmarks.preempting import ROWS_MIN, PreemptingTiming, time_preempting, windows_of
-from benchmarks.runner import Columns, Spread, Voice, Work, conduct, shown_ratio, table_of
+from benchmarks.runner import Columns, Experiment, Progress, Spread, run_benchmark, shown_ratio, table_of
 
 Rows = Annotated[int, typer.Option(min=1, max=100_000, help="Decoding requests.")]
 Steps = Annotated[int, typer.Option(min=16, max=100_000, help="Steps to time.")]
@@ -49,28 +49,28 @@ def scheduler(
     if preempting:
         if rows < ROWS_MIN:
             raise typer.BadParameter(f"a preemption in every step takes at least {ROWS_MIN} rows", param_hint="--rows")
-        conduct(partial(_preempting, sorted({256, rows}), steps), show_preempting, json)
+        run_benchmark(partial(_preempting, sorted({256, rows}), steps), show_preempting, json)
     else:
-        conduct(partial(_steps, SWEEP if sweep else (rows,), rows, steps), show, json)
+        run_benchmark(partial(_steps, SWEEP if sweep else (rows,), rows, steps), show, json)
 
 
-def _steps(sizes: Sequence[int], rows: int, steps: int, voice: Voice) -> Work[SchedulerReport]:
+def _steps(sizes: Sequence[int], rows: int, steps: int, progress: Progress) -> Experiment[SchedulerReport]:
     def run() -> SchedulerReport:
         timings = []
         for size in sizes:
-            voice.doing(f"{size:,} rows")
+            progress.doing(f"{size:,} rows")
             timings.append(time_scheduler(size, steps))
-            voice.done()
+            progress.done()
         first = next((timing for timing in timings if timing.rows == rows), timings[0])
         added = growth_ns_per_row(timings) if len(timings) > 1 else None
         return SchedulerReport(first.rows, first.us_per_step, timings, added)
 
-    return Work(len(sizes), run)
+    return Experiment(len(sizes), run)
 
 
-def _preempting(sizes: Sequence[int], steps: int, voice: Voice) -> Work[PreemptingReport]:
+def _preempting(sizes: Sequence[int], steps: int, progress: Progress) -> Experiment[PreemptingReport]:
     windows = sum(2 * windows_of(size, steps) for size in sizes)
-    return Work(windows, lambda: PreemptingReport([time_preempting(size, steps, voice.done) for size in sizes]))
+    return Experiment(windows, lambda: PreemptingReport([time_preempting(size, steps, progress.done) for size in sizes]))
 
 
 COLUMNS: Columns[SchedulerTiming] = (

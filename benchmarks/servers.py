@@ -45,12 +45,12 @@ from baton.bench.client import (
 from baton.bench.load import Closed, Plan, RunResult, run_load
 from baton.bench.report import summarise
 from baton.bench.workload import BenchSession, Endpoint, Recipe, Round, TokenRange, WorkloadShape, fixed_sessions
-from benchmarks.runner import MeasurementFailed, Report, Voice, machine_title
+from benchmarks.runner import MeasurementFailed, Progress, Report, machine_title
 
 POLL_S = 0.05
 START_LIMIT_S = 600.0
 FIRST_PROMPT = [100]
-"""Every vocabulary has it, also that of single bytes."""
+"""Token ids that every vocabulary has, even one of single bytes."""
 OURS, PEER = "Baton", "vLLM"
 NO_PEER = "absent (set BATON_PEER_VLLM)"
 RUN_LIMIT_S = 600.0
@@ -71,17 +71,17 @@ class ServerShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class ServerCommand:
     name: str
     launch: tuple[str, ...]
-    """The command without its port."""
+    """Command line without the port."""
     env: dict[str, str] = field(default_factory=dict)
 
     def command(self, port: int) -> list[str]:
         return [*self.launch, "--port", str(port)]
 
-    def told(self) -> str:
-        """The command as a person would type it."""
+    def shell_line(self) -> str:
+        """The command as a shell line."""
         return shlex.join([*(f"{name}={value}" for name, value in self.env.items()), *self.launch])
 
 
@@ -100,15 +100,15 @@ class ServingLoad:
 
 WARM_UP = ServingLoad(16, 128, 8)
 WARM_UP_SEED = 77
-"""Added to the seed of what is measured, so that no prompt of the warm-up comes again."""
+"""Added to the seed for the warm-up, so that its prompts differ from the measured ones."""
 
 
-def our_side(shape: ServerShape, extra: str) -> Side:
+def our_command(shape: ServerShape, extra: str) -> ServerCommand:
     launch = (sys.executable, "-m", "baton", "serve", str(shape.model), *_shared_flags(shape), *shlex.split(extra))
-    return Side(OURS, launch)
+    return ServerCommand(OURS, launch)
 
 
-def peer_side(shape: ServerShape, peer: str, extra: str) -> Side:
+def peer_command(shape: ServerShape, peer: str, extra: str) -> ServerCommand:
     server = ("python", "-m", "vllm.entrypoints.openai.api_server", "--model", str(shape.model), "--host", "127.0.0.1")
     wanted = {
         "VLLM_CPU_KVCACHE_SPACE": "4",
@@ -116,7 +116,7 @@ def peer_side(shape: ServerShape, peer: str, extra: str) -> Side:
         "VLLM_LOGGING_LEVEL": "INFO",
     }
     env = {name: os.environ.get(name, value) for name, value in wanted.items()}
-    return Side(PEER, (*shlex.split(peer), *server, *_shared_flags(shape), *shlex.split(extra)), env)
+    return ServerCommand(PEER, (*shlex.split(peer), *server, *_shared_flags(shape), *shlex.split(extra)), env)
 
 
 def _shared_flags(shape: ServerShape) -> tuple[str, ...]:
@@ -134,10 +134,10 @@ def _all_cores() -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Serving:
-    """A server that has given its first token."""
+class RunningServer:
+    """A running server that has generated a first token."""
 
-    side: Side
+    side: ServerCommand
     child: Child
     url: str
     model: str
@@ -145,8 +145,8 @@ class Serving:
     """Seconds from the start of the process to the first streamed token."""
 
 
-async def wait_first_token(side: Side, child: Child, port: int) -> Serving:
-    """Ask again and again until a token comes; raises ChildFailed when the server dies or takes too long."""
+async def wait_first_token(side: ServerCommand, child: Child, port: int) -> RunningServer:
+    """Send requests until a token arrives; raises ChildFailed when the server ends or takes too long."""
     url = f"http://127.0.0.1:{port}"
     async with open_http(2) as http:
         while True:
@@ -160,7 +160,7 @@ async def wait_first_token(side: Side, child: Child, port: int) -> Serving:
                 continue
             first_s = await _try_first_token(http, TargetServer(url, model, timeout_s=START_LIMIT_S), child)
             if first_s is not None:
-                return Serving(side, child, url, model, first_s)
+                return RunningServer(side, child, url, model, first_s)
             await asyncio.sleep(POLL_S)
 
 
@@ -177,22 +177,22 @@ async def _try_first_token(http: aiohttp.ClientSession, target: TargetServer, ch
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
-    """Servers that take turns under load."""
+class ServersInTurn:
+    """Running servers, of which one at a time is loaded."""
 
-    servers: Sequence[Serving]
+    servers: Sequence[RunningServer]
     paused: bool
-    """Whether those that wait are stopped meanwhile."""
+    """Whether servers that are not loaded are stopped (SIGSTOP)."""
     tokens: TokenRange = WORDS
     """Token ids that prompts are drawn from."""
 
-    def run(self, serving: Serving, load: ServingLoad, seed: int) -> RunResult:
+    def run(self, serving: RunningServer, load: ServingLoad, seed: int) -> RunResult:
         sessions = fixed_sessions(load.requests, Round(load.input_tokens, load.output_tokens), WorkloadShape())
         return self.send(serving, list(sessions), load.requests, seed)
 
     def send(
         self,
-        serving: Serving,
+        serving: RunningServer,
         sessions: Sequence[BenchSession],
         concurrency: int,
         seed: int,
@@ -205,12 +205,12 @@ class Turns:
             result = asyncio.run(run_load(plan, iter(sessions)))
         serving.child.check_alive()
         if errors := summarise(result).errors:
-            told = "; ".join(f"{error.count} × {kind}: {error.example}" for kind, error in errors.items())
-            raise MeasurementFailed(f"requests to {serving.side.name} failed: {told}")
+            listed = "; ".join(f"{error.count} × {kind}: {error.example}" for kind, error in errors.items())
+            raise MeasurementFailed(f"requests to {serving.side.name} failed: {listed}")
         return result
 
     @contextlib.contextmanager
-    def _alone(self, serving: Serving) -> Iterator[None]:
+    def _alone(self, serving: RunningServer) -> Iterator[None]:
         others = [other for other in self.servers if self.paused and other is not serving]
         for other in others:
             other.child.pause()
@@ -221,35 +221,35 @@ class Turns:
                 other.child.resume()
 
 
-def start_all(stack: contextlib.ExitStack, sides: Sequence[Side], voice: Voice) -> list[Serving]:
-    """Start each in turn, up to its first token; all are stopped when the stack is left."""
-    servers: list[Serving] = []
+def start_servers(stack: contextlib.ExitStack, sides: Sequence[ServerCommand], progress: Progress) -> list[RunningServer]:
+    """Start the servers one by one, each up to its first token; all are stopped when the stack closes."""
+    servers: list[RunningServer] = []
     for side in sides:
-        voice.doing(f"starting {side.name}")
+        progress.doing(f"starting {side.name}")
         servers.append(stack.enter_context(server(side)))
     return servers
 
 
 @contextlib.contextmanager
-def server(side: Side) -> Iterator[Serving]:
+def server(side: ServerCommand) -> Iterator[RunningServer]:
     port = free_port()
     with started(side.name, side.command(port), side.env) as child:
         yield asyncio.run(wait_first_token(side, child, port))
 
 
-def arrange(
-    servers: Sequence[Serving], voice: Voice, seed: int, tokens: TokenRange = WORDS
-) -> tuple[Turns, dict[str, float]]:
-    """Warm each up and see what it burns when idle: the turns, and the cores of each."""
-    turns = Turns(servers, paused=False, tokens=tokens)
+def servers_in_turn(
+    servers: Sequence[RunningServer], progress: Progress, seed: int, tokens: TokenRange = WORDS
+) -> tuple[ServersInTurn, dict[str, float]]:
+    """Warm up each server and measure its idle CPU use: (servers, idle busy cores by name)."""
+    turns = ServersInTurn(servers, paused=False, tokens=tokens)
     for serving in servers:
-        voice.doing(f"warming up {serving.side.name}")
+        progress.doing(f"warming up {serving.side.name}")
         turns.run(serving, WARM_UP, seed)
     idle = {serving.side.name: round(serving.child.busy_cores(IDLE_LOOK_S), 3) for serving in servers}
     spins = any(cores > IDLE_CORES_MAX for cores in idle.values())
-    told = ", ".join(f"{name} {cores:.3f}" for name, cores in idle.items())
-    voice.say(f"cores busy while idle: {told}" + ("; the idle ones are paused in turn" if spins else ""))
-    return Turns(servers, spins and len(servers) > 1, tokens), idle
+    listed = ", ".join(f"{name} {cores:.3f}" for name, cores in idle.items())
+    progress.say(f"cores busy while idle: {listed}" + ("; the idle ones are paused in turn" if spins else ""))
+    return ServersInTurn(servers, spins and len(servers) > 1, tokens), idle
 
 
 def scrape(url: str) -> str:

@@ -17,8 +17,8 @@ HOST = "127.0.0.1"
 CHUNK = 64 << 10
 
 
-class _Lane:
-    """One direction."""
+class _LimitedDirection:
+    """One direction of the link, shared by all connections."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._pace = ByteRateLimit(bytes_per_s)
@@ -35,11 +35,11 @@ class _Lane:
             view = view[len(part) :]
 
 
-class _Relay:
+class _SlowRelay:
     def __init__(self, port: int, bytes_per_s: float) -> None:
-        """To this port of the loopback."""
+        """Relay to this loopback port."""
         self._target = (HOST, port)
-        self._there, self._back = _Lane(bytes_per_s), _Lane(bytes_per_s)
+        self._there, self._back = _LimitedDirection(bytes_per_s), _LimitedDirection(bytes_per_s)
         self._open: list[socket.socket] = []
         self._listener = socket.create_server((HOST, 0))
         self.port: int = self._listener.getsockname()[1]
@@ -47,7 +47,7 @@ class _Relay:
 
     def close(self) -> None:
         for each in (self._listener, *self._open):
-            with contextlib.suppress(OSError):  # it was never connected, or is no more
+            with contextlib.suppress(OSError):  # not connected
                 each.shutdown(socket.SHUT_RDWR)
             each.close()
 
@@ -61,7 +61,7 @@ class _Relay:
                     threading.Thread(target=_pump, args=(source, target, lane), name="slow-link", daemon=True).start()
 
 
-def _pump(source: socket.socket, target: socket.socket, lane: _Lane) -> None:
+def _pump(source: socket.socket, target: socket.socket, lane: _LimitedDirection) -> None:
     with contextlib.suppress(OSError):  # either end is gone
         while data := source.recv(CHUNK):
             lane.pass_on(data, target)
@@ -70,8 +70,8 @@ def _pump(source: socket.socket, target: socket.socket, lane: _Lane) -> None:
 
 @contextlib.contextmanager
 def slow_link(port: int, bytes_per_s: float) -> Iterator[int]:
-    """The port at which what listens on `port` is reached slowly."""
-    relay = _Relay(port, bytes_per_s)
+    """Relay to `port` at a limited rate; yields the relay's port."""
+    relay = _SlowRelay(port, bytes_per_s)
     try:
         yield relay.port
     finally:

@@ -1,4 +1,4 @@
-"""Stores that are slower than they should be, for measuring who notices.
+"""Stores with artificial delays.
 
 Owns nothing but time: what is stored lies in another store. `release` ends all waiting, so that threads can be joined.
 """
@@ -61,12 +61,12 @@ class DelayedStore:
         return answer
 
     def delay_s(self, spent_s: float) -> float:
-        """How long an answer that took so long is held back."""
+        """Further delay of a call that took `took_s`."""
         return (self._times - 1) * spent_s
 
 
 class SilentStore(DelayedStore):
-    """No call returns before `release`, and then it has failed."""
+    """Calls block until `release`, then fail."""
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner, times=1)

@@ -8,8 +8,8 @@ decides between the two targets; the best one counts. Clients go to instances in
 for a prefill as in service. Placing clients by load needs somebody who knows all queues: what it would do for instances that
 do everything is shown beside, and told apart in the verdict.
 
-Costs: step times from the model's file; KV between instances as `sim.carrying` says; what schedulers and front ends spend on
-a step is not charged (tens of microseconds beside steps of 5 ms and more).
+Costs: step times from the model's file; KV transfers between instances as in `sim.timed_transfers`. The time of schedulers
+and front ends is not charged (tens of microseconds beside steps of 5 ms and more).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from baton.sim.run_records import RequestRecord, RunRecord
 from baton.sim.step_times import StepTimes, load_step_times
 from benchmarks.jobs import cores, run_jobs
 from benchmarks.options import JsonIfGiven, LinkGbytes, Processes
-from benchmarks.runner import ABSENT, Columns, Voice, Work, conduct, find_trace, table_of
+from benchmarks.runner import ABSENT, Columns, Experiment, Progress, find_trace, run_benchmark, table_of
 
 SCHEMA = 1
 STEP_TIMES = "h200-8b"
@@ -45,7 +45,7 @@ CONTEXT_TOKENS = 131_072
 SLOTS = 256
 TRACE_GLOB = "*mooncake*conversation*.jsonl*"
 WARM_SHARE = 0.2
-"""Of the arrivals; those are not judged."""
+"""Share of first arrivals that are not judged."""
 STEP_TOKENS = 2048
 MIXED_STEP_TOKENS = (512, 1024, 2048)
 
@@ -72,13 +72,13 @@ class SplitOptions(msgspec.Struct, frozen=True):
 
 
 class SplitJob(msgspec.Struct, frozen=True):
-    """One cluster at one speed."""
+    """One run: a cluster at one speed."""
 
     options: SplitOptions
     speed: float
     seed: int
     givers: int
-    """0: every instance does everything."""
+    """Prefill instances; 0: all instances are mixed."""
     step_tokens: int = STEP_TOKENS
     by_load: bool = False
     """Requests go to the instance with the least to prefill, else in turn."""
@@ -105,24 +105,24 @@ class SplitRun(msgspec.Struct, frozen=True):
     good_per_s: float
     good_share: float
     late_share: float
-    """Of the judged: first token too late, and the others in time."""
+    """Share with a late first token and timely others."""
     slow_share: float
-    """First token in time, and the others too slow."""
+    """Share with a timely first token and slow others."""
     both_share: float
     unanswered: int
     ttft_s: ValueDistribution
     tpot_ms: ValueDistribution
     hit_rate: float
-    """Of prompt tokens, in the prefix cache of whoever prefilled."""
+    """Share of prompt tokens cached on the instance that prefilled."""
     busy_givers: float | None
     busy_takers: float
     transfer_ms: ValueDistribution | None
-    """Hand-over less waiting and computing at the giver."""
+    """Hand-over time without queueing and computing on the prefill instance."""
     handovers: int
     refused: int
     failed: int
     link_busy: float | None
-    """Mean of the givers' lanes."""
+    """Mean use of the prefill instances' links."""
     preemptions: int
     steps: int
     wall_s: float
@@ -134,10 +134,10 @@ class SplitReport(msgspec.Struct, frozen=True):
     trace: str
     requests: int
     bunched: int
-    """Requests whose timestamp was that of the one before."""
+    """Requests with the timestamp of the previous one."""
     settings: dict[str, str | int | float]
     hopeless_share: float
-    """Of the requests: their prompt alone takes longer than the target on an idle instance with a cold cache."""
+    """Share of requests whose prefill alone exceeds the target on an idle instance with a cold cache."""
     runs: list[SplitRun]
 
     @property
@@ -148,16 +148,16 @@ class SplitReport(msgspec.Struct, frozen=True):
         return [run for run in self.runs if run.cluster == cluster and speed in (None, run.speed)]
 
     def goodput(self, cluster: str, speed: float) -> float:
-        """Mean of the seeds."""
+        """Mean over seeds."""
         runs = self.of(cluster, speed)
         return sum(run.good_per_s for run in runs) / len(runs)
 
     def peak(self, cluster: str) -> float:
-        """The speed at which its goodput is highest."""
+        """The speed with the highest goodput of a cluster."""
         return max(dict.fromkeys(run.speed for run in self.of(cluster)), key=lambda speed: self.goodput(cluster, speed))
 
     def best(self, *, split: bool) -> str | None:
-        """The cluster with the highest peak, of those that are split or of those that are not, placed in turn."""
+        """The cluster with the highest peak, among split or mixed ones with clients placed in turn."""
         names = dict.fromkeys(run.cluster for run in self.runs if bool(run.givers) is split and not run.by_load)
         return max(names, key=lambda name: self.goodput(name, self.peak(name)), default=None)
 
@@ -211,7 +211,7 @@ class Splits:
 
 
 def _alone_us(times: StepTimes, tokens: int) -> int:
-    """A prompt's prefill, chunk after chunk, with nothing else to do."""
+    """Time of a prompt's prefill on an idle instance."""
     spent_us = 0
     for begin in range(0, tokens, STEP_TOKENS):
         end = min(tokens, begin + STEP_TOKENS)
@@ -346,7 +346,7 @@ def split(
     about a quarter of an hour on two cores; fewer --requests, --speeds or --givers make it shorter.
     """
 
-    def prepare(voice: Voice) -> Work[SplitReport]:
+    def prepare(progress: Progress) -> Experiment[SplitReport]:
         if plot_file is not None:
             require_matplotlib()
         options = SplitOptions(
@@ -362,10 +362,10 @@ def split(
             lane_gbytes_per_s=link_gbytes,
         )
         work = Splits(options)
-        voice.doing("clusters × speeds")
-        return Work(len(work.jobs), lambda: work.run(lambda _run: voice.done(), processes or cores()))
+        progress.doing("clusters × speeds")
+        return Experiment(len(work.jobs), lambda: work.run(lambda _run: progress.done(), processes or cores()))
 
-    report = conduct(prepare, show, json_file)
+    report = run_benchmark(prepare, show, json_file)
     if plot_file is not None:
         draw_split(report, plot_file)
 
@@ -490,7 +490,7 @@ def _late(run: SplitRun) -> float:
 
 
 def draw_split(report: SplitReport, path: Path) -> None:
-    """Good requests a second against those offered, one line a cluster."""
+    """Plot goodput against the offered rate, one line per cluster."""
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""How fast blocks of KV go to a store and come back, beside a plain file and memcpy.
+"""Put and get rates of KV stores, compared with a plain file and memcpy.
 
 Every store is used as an instance uses it: rows of host memory are sealed into an arena and put from there, sixteen at a
 time; what is fetched is opened, checked and copied into rows. All of it is measured in turns within a round:
@@ -33,7 +33,17 @@ from baton.bench.stats import median
 from baton.kv.store import Store, open_store, parse_url
 from baton.wire.envelope import HEADER_BYTES, EnvelopeFlaw, object_name, seal, unseal
 from benchmarks.options import JsonFile
-from benchmarks.runner import Columns, MeasurementFailed, Rounds, Voice, Work, conduct, median_ratio, print_others, table_of
+from benchmarks.runner import (
+    Columns,
+    Experiment,
+    MeasurementFailed,
+    Progress,
+    Rounds,
+    median_ratio,
+    print_other_load,
+    run_benchmark,
+    table_of,
+)
 from benchmarks.store_servers import mooncake_server, mooncake_why_not, valkey_server, valkey_why_not
 
 MEMCPY, PLAIN_FILE = "memcpy", "plain file"
@@ -42,24 +52,24 @@ BATCH = 16
 TIMEOUT_S = 10.0
 LAYOUT = bytes(16)
 SEGMENT = "1G"
-"""Memory that the Mooncake Store gets."""
+"""Memory of the Mooncake store."""
 
 Rows = npt.NDArray[np.uint8]
 
 
 class StoreMisbehaved(MeasurementFailed):
-    """A store that was measured did not take, or did not give back, what it was given."""
+    """A store did not store or return its data."""
 
 
-class Pass(msgspec.Struct, frozen=True):
-    """One time there and back."""
+class StorePassTimes(msgspec.Struct, frozen=True):
+    """Seconds of one put and one get of all blocks."""
 
     put_s: float
     get_s: float
 
 
-class Rates(msgspec.Struct, frozen=True):
-    """One side: a value for each round; ratios are medians over rounds."""
+class StoreRates(msgspec.Struct, frozen=True):
+    """Rates of one side, by round; ratios are medians over rounds."""
 
     side: str
     put_mb_per_s: list[float]
@@ -73,7 +83,7 @@ class Rates(msgspec.Struct, frozen=True):
 class SizeRates(msgspec.Struct, frozen=True):
     block_bytes: int
     total_bytes: int
-    sides: list[Rates]
+    sides: list[StoreRates]
 
 
 class StoresReport(msgspec.Struct, frozen=True):
@@ -84,8 +94,8 @@ class StoresReport(msgspec.Struct, frozen=True):
     absent: dict[str, str]
 
 
-class Bench:
-    """Rows to store, rows to fetch into, and the arena between them and a store. Sealed blocks have their room in it."""
+class BlockSet:
+    """Source rows, target rows, and the arena between them and a store, sized for sealed blocks."""
 
     def __init__(self, block_bytes: int, total_bytes: int) -> None:
         batches = max(1, total_bytes // (block_bytes * BATCH))
@@ -114,25 +124,25 @@ class Bench:
         self.target[:] = 1
 
 
-class Side(Protocol):
+class StoreUnderTest(Protocol):
     name: str
 
-    def put_all(self, bench: Bench) -> None: ...
-    def get_all(self, bench: Bench) -> None: ...
+    def put_all(self, bench: BlockSet) -> None: ...
+    def get_all(self, bench: BlockSet) -> None: ...
     def forget(self) -> None:
-        """Not measured."""
+        """Drop what was stored; not timed."""
 
 
 class Memcpy:
     name = MEMCPY
 
-    def put_all(self, bench: Bench) -> None:
+    def put_all(self, bench: BlockSet) -> None:
         rooms = [np.frombuffer(room, np.uint8)[HEADER_BYTES:] for room in bench.rooms()]
         for batch in bench.batches():
             for room, row in zip(rooms, batch, strict=True):
                 room[:] = bench.source[row]
 
-    def get_all(self, bench: Bench) -> None:
+    def get_all(self, bench: BlockSet) -> None:
         bench.target[:] = bench.source
 
     def forget(self) -> None: ...
@@ -144,12 +154,12 @@ class PlainFile:
     def __init__(self, folder: Path) -> None:
         self._path = folder / "plain"
 
-    def put_all(self, bench: Bench) -> None:
+    def put_all(self, bench: BlockSet) -> None:
         with self._path.open("wb", buffering=0) as file:
             for batch in bench.batches():
                 file.write(bench.source[batch.start : batch.stop].data.cast("B"))
 
-    def get_all(self, bench: Bench) -> None:
+    def get_all(self, bench: BlockSet) -> None:
         with self._path.open("rb", buffering=0) as file:
             for batch in bench.batches():
                 file.readinto(bench.target[batch.start : batch.stop].data.cast("B"))
@@ -159,15 +169,15 @@ class PlainFile:
 
 
 class StoreSide:
-    """A store, through the envelope."""
+    """A store with sealed blocks."""
 
-    def __init__(self, name: str, store: Store, bench: Bench) -> None:
+    def __init__(self, name: str, store: Store, bench: BlockSet) -> None:
         self.name = name
         self._store = store
         self._keys: list[bytes] = []
         store.attach(bench.arena)
 
-    def put_all(self, bench: Bench) -> None:
+    def put_all(self, bench: BlockSet) -> None:
         self._keys = [os.urandom(16) for _ in bench.source]
         rooms = bench.rooms()
         for batch in bench.batches():
@@ -176,7 +186,7 @@ class StoreSide:
             if not all(self._store.put(self._names(batch), rooms)):
                 raise StoreMisbehaved(f"{self.name} has no room for {bench.total_bytes / 1e6:.0f} MB")
 
-    def get_all(self, bench: Bench) -> None:
+    def get_all(self, bench: BlockSet) -> None:
         rooms = bench.rooms()
         for batch in bench.batches():
             sizes = self._store.get(self._names(batch), rooms)
@@ -199,7 +209,7 @@ class StoreSide:
 
 @contextlib.contextmanager
 def served_stores(folder: Path, url: str | None) -> Iterator[tuple[dict[str, str], dict[str, str]]]:
-    """Name → address of what can be measured, served for as long as this lasts; and name → why not of what cannot."""
+    """(name → URL of each store, name → reason of each that is unavailable); servers run during the block."""
     if url is not None:
         yield {str(parse_url(url)): url}, {}
         return
@@ -217,32 +227,32 @@ def served_stores(folder: Path, url: str | None) -> Iterator[tuple[dict[str, str
 
 
 def run(
-    total_bytes: int, rounds: int, voice: Voice, folder: Path | None = None, url: str | None = None,
+    total_bytes: int, rounds: int, progress: Progress, folder: Path | None = None, url: str | None = None,
     sizes: Sequence[int] = BLOCK_BYTES,
 ) -> StoresReport:  # fmt: skip
-    """Everything, in turns. Files lie in a folder of their own under `folder`."""
-    taking = Rounds(voice, rounds)
+    """Measure all sizes and stores, in turns. Files are written to a new folder under `folder`."""
+    taking = Rounds(progress, rounds)
     with (
         tempfile.TemporaryDirectory(prefix="baton-bench-", dir=folder) as made,
         served_stores(Path(made), url) as (urls, absent),
     ):
-        measured = [_measure_size(Bench(size, total_bytes), urls, Path(made), taking) for size in sizes]
+        measured = [_measure_size(BlockSet(size, total_bytes), urls, Path(made), taking) for size in sizes]
     return StoresReport(describe_machine(), rounds, taking.loads, measured, absent)
 
 
-def _measure_size(bench: Bench, urls: Mapping[str, str], folder: Path, rounds: Rounds) -> SizeRates:
+def _measure_size(bench: BlockSet, urls: Mapping[str, str], folder: Path, rounds: Rounds) -> SizeRates:
     with contextlib.ExitStack() as opened:
-        sides: list[Side] = [Memcpy(), PlainFile(folder)]
+        sides: list[StoreUnderTest] = [Memcpy(), PlainFile(folder)]
         for name, url in urls.items():
             store = open_store(url, timeout_s=TIMEOUT_S)
             opened.callback(store.close)
             sides.append(StoreSide(name, store, bench))
-        taking = {side.name: partial(_there_and_back, side, bench) for side in sides}
+        taking = {side.name: partial(_write_and_read, side, bench) for side in sides}
         passes = rounds.repeat(f"{bench.block_bytes >> 10} KiB", taking)
     return rates_of(bench.block_bytes, bench.total_bytes, passes)
 
 
-def _there_and_back(side: Side, bench: Bench) -> Pass:
+def _write_and_read(side: StoreUnderTest, bench: BlockSet) -> StorePassTimes:
     began_s = time.perf_counter()
     side.put_all(bench)
     between_s = time.perf_counter()
@@ -250,14 +260,14 @@ def _there_and_back(side: Side, bench: Bench) -> Pass:
     ended_s = time.perf_counter()
     bench.check(side.name)
     side.forget()
-    return Pass(between_s - began_s, ended_s - between_s)
+    return StorePassTimes(between_s - began_s, ended_s - between_s)
 
 
-def rates_of(block_bytes: int, total_bytes: int, passes: Mapping[str, Sequence[Pass]]) -> SizeRates:
+def rates_of(block_bytes: int, total_bytes: int, passes: Mapping[str, Sequence[StorePassTimes]]) -> SizeRates:
     put_s = {side: [each.put_s for each in taken] for side, taken in passes.items()}
     get_s = {side: [each.get_s for each in taken] for side, taken in passes.items()}
     sides = [
-        Rates(
+        StoreRates(
             side=side,
             put_mb_per_s=[total_bytes / took_s / 1e6 for took_s in put_s[side]],
             get_mb_per_s=[total_bytes / took_s / 1e6 for took_s in get_s[side]],
@@ -299,13 +309,13 @@ def store(
     is dropped again. Exits with 1 when a store failed.
     """
 
-    def prepare(voice: Voice) -> Work[StoresReport]:
-        return Work(None, lambda: run(megabytes * 1_000_000, rounds, voice, folder, url))
+    def prepare(progress: Progress) -> Experiment[StoresReport]:
+        return Experiment(None, lambda: run(megabytes * 1_000_000, rounds, progress, folder, url))
 
-    conduct(prepare, show, json_file)
+    run_benchmark(prepare, show, json_file)
 
 
-COLUMNS: Columns[Rates] = (
+COLUMNS: Columns[StoreRates] = (
     ("", lambda each: each.side),
     ("put MB/s", lambda each: f"{median(each.put_mb_per_s):,.0f}"),
     ("lowest – highest", lambda each: f"{min(each.put_mb_per_s):,.0f} – {max(each.put_mb_per_s):,.0f}"),
@@ -322,4 +332,4 @@ def show(console: Console, report: StoresReport) -> None:
     for size in report.sizes:
         about = f"{BATCH} at a time, {size.total_bytes / 1e6:,.0f} MB, {report.rounds} rounds"
         console.print(table_of(f"blocks of {size.block_bytes >> 10} KiB, {about}", COLUMNS, size.sides))
-    print_others(console, report.load, report.absent)
+    print_other_load(console, report.load, report.absent)

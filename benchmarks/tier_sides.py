@@ -1,4 +1,4 @@
-"""One instance with more or less behind its KV pool: how each is started, and what it counts.
+"""Instances with different KV tiers: how each is started, and its counters.
 
 Owns the names of what lies behind a pool, the stores that are made for a measurement and removed after it, and the counters
 that are read before and after a run. An instance without a model (`scripted`) is for trying a benchmark out.
@@ -19,8 +19,17 @@ import msgspec
 
 from baton.bench.stats import median
 from baton.bench.workload import TokenRange
-from benchmarks.runner import Voice
-from benchmarks.servers import WARM_UP_SEED, Serving, Side, Turns, arrange, counter_total, scrape, start_all
+from benchmarks.runner import Progress
+from benchmarks.servers import (
+    WARM_UP_SEED,
+    RunningServer,
+    ServerCommand,
+    ServersInTurn,
+    counter_total,
+    scrape,
+    servers_in_turn,
+    start_servers,
+)
 from benchmarks.slow_link import HOST, slow_link
 from benchmarks.store_servers import valkey_server, valkey_why_not
 
@@ -59,19 +68,19 @@ class TierSide:
 
 
 def why_not(side: TierSide) -> str | None:
-    """Why this side cannot be measured here."""
+    """Why this side cannot be measured here; None if it can."""
     return valkey_why_not() if side.store in (StoreKind.VALKEY, StoreKind.SLOW_VALKEY) else None
 
 
 class SideRow(msgspec.Struct):
-    """The part of a row that every table has."""
+    """Common fields of table rows."""
 
     side: str
     command: str = ""
     absent: str = ""
     """Why it was not measured."""
     counts: list[Counts] = []
-    """Counters gained, run by run."""
+    """Increase of each counter, by run."""
 
     def count(self, name: str) -> float:
         return median([each[name] for each in self.counts]) if self.counts else 0.0
@@ -85,14 +94,16 @@ class Hosting:
     """None: the scripted executor."""
     flags: tuple[str, ...]
     args: tuple[str, ...]
-    """Given last, so that they win over what sets a side apart."""
+    """Further arguments, given last, so that they override the side's."""
     folder: Path | None
     """Folder of file stores; None: the temporary folder."""
     seed: int
     link_bytes_per_s: float = 0.0
-    """Of a slow store's link, each way."""
+    """Rate of a slow store's link, each way."""
 
-    def start(self, stack: contextlib.ExitStack, sides: Sequence[TierSide], rows: Sequence[SideRow], voice: Voice) -> Turns:
+    def start(
+        self, stack: contextlib.ExitStack, sides: Sequence[TierSide], rows: Sequence[SideRow], progress: Progress
+    ) -> ServersInTurn:
         """Start and warm up the sides that can be measured; each row gets the command of its side."""
         started = []
         for side, row in zip(sides, rows, strict=True):
@@ -100,15 +111,15 @@ class Hosting:
                 continue
             store = stack.enter_context(store_args(side, self.folder, STORE_LIMIT, self.link_bytes_per_s))
             started.append(serve_side(side.name, self.model, (*self.flags, *side.args, *store, *self.args)))
-            row.command = started[-1].told()
+            row.command = started[-1].shell_line()
         tokens = BYTES if self.model is None else TokenRange()
-        turns, _ = arrange(start_all(stack, started, voice), voice, self.seed + WARM_UP_SEED, tokens)
+        turns, _ = servers_in_turn(start_servers(stack, started, progress), progress, self.seed + WARM_UP_SEED, tokens)
         return turns
 
 
 @contextlib.contextmanager
 def store_args(side: TierSide, folder: Path | None, limit: str, link_bytes_per_s: float = 0.0) -> Iterator[tuple[str, ...]]:
-    """An empty store of its own, as `baton serve` is told of it; it is gone afterwards."""
+    """Arguments of `baton serve` for an empty store, which is removed afterwards."""
     match side.store:
         case None:
             yield ()
@@ -125,13 +136,13 @@ def store_args(side: TierSide, folder: Path | None, limit: str, link_bytes_per_s
                 yield ("--kv-store", url)
 
 
-def serve_side(name: str, model: Path | None, args: Sequence[str]) -> Side:
-    """Without a model: the scripted executor."""
+def serve_side(name: str, model: Path | None, args: Sequence[str]) -> ServerCommand:
+    """The server command; without a model, the scripted executor."""
     served = ("--executor", SCRIPTED) if model is None else (str(model), "--dtype", "bfloat16")
-    return Side(name, (sys.executable, "-m", "baton", "serve", *served, *args), {"BATON_LOG_LEVEL": "warning"})
+    return ServerCommand(name, (sys.executable, "-m", "baton", "serve", *served, *args), {"BATON_LOG_LEVEL": "warning"})
 
 
-def counts_of(serving: Serving) -> Counts:
+def counts_of(serving: RunningServer) -> Counts:
     page = scrape(serving.url)
     return {name: counter_total(page, counter) or 0 for name, counter in COUNTERS.items()}
 

@@ -1,4 +1,4 @@
-"""Too small a KV pool, and what host memory and a store behind it are worth.
+"""Value of host memory and a store when the KV pool is too small.
 
 Owns the loads and the report. All requests come at once and nothing is reserved for growth (`--reserve none`, as other
 servers do it), so that many must yield. A request that yields computes its KV again, unless host memory or a store has
@@ -26,29 +26,28 @@ import msgspec
 import typer
 from rich.console import Console
 
-from baton.bench.child_processes import ChildFailed
 from baton.bench.report import summarise
 from benchmarks.options import JsonFile, ModelOrScripted, OurArgs, Pairs, Seed, StoreFolder
 from benchmarks.runner import (
     ABSENT,
     Columns,
+    Experiment,
     Measured,
     MeasuredSide,
-    MeasurementFailed,
+    Progress,
     Rounds,
     Spread,
-    Voice,
-    Work,
-    conduct,
+    failures_noted,
     model_folder,
-    notes_on_others,
+    notes_on_other_load,
     print_remarks,
     ratio_of,
+    run_benchmark,
     shown_ratio,
     shown_values,
     table_of,
 )
-from benchmarks.servers import ServerReport, Serving, ServingLoad, Turns, versions_of
+from benchmarks.servers import RunningServer, ServerReport, ServersInTurn, ServingLoad, versions_of
 from benchmarks.tier_sides import SCRIPTED, Hosting, SideRow, StoreKind, TierSide, counts_of, gained, why_not
 
 NOTHING_RESERVED = ("--reserve", "none")
@@ -68,9 +67,9 @@ class LoadShape:
     load: ServingLoad
     block_size: int
     sides: tuple[TierSide, ...]
-    """The first has nothing behind its pool."""
+    """Sides of the load; the first has no tier behind its pool."""
     share: float = 0.5
-    """Pool, of what the whole load fills."""
+    """Pool ÷ blocks that the load fills."""
 
     @property
     def pool_blocks(self) -> int:
@@ -79,7 +78,7 @@ class LoadShape:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """For all sides."""
+        """Flags of all sides."""
         longest = min(self.pool_blocks * self.block_size, max(256, self.load.input_tokens + self.load.output_tokens))
         return (
             "--max-model-len", str(longest),
@@ -90,7 +89,7 @@ class LoadShape:
 
 
 def sides_of(host: str, staging: str) -> tuple[TierSide, ...]:
-    """`host`: memory enough for everything; `staging`: where a store lies behind it."""
+    """Sides. `host`: host memory for everything; `staging`: host memory in front of a store."""
     return (
         RECOMPUTE,
         TierSide("recompute, reserving"),
@@ -119,19 +118,19 @@ LOADS = {
 @dataclass(frozen=True, slots=True)
 class TierOptions:
     model: Path | None
-    """None: no model."""
+    """None: the scripted executor."""
     loads: tuple[Load, ...] = tuple(Load)
     pairs: int = 3
     requests: int | None = None
-    """Instead of each load's own."""
+    """Overrides each load's own number."""
     input_tokens: int | None = None
     output_tokens: int | None = None
     args: tuple[str, ...] = ()
-    """More, for all sides."""
+    """Further arguments for all sides."""
     folder: Path | None = None
     """Folder of file stores."""
     link_bytes_per_s: float = 12e6
-    """Of the slow store's link, each way."""
+    """Rate of the slow store's link, each way."""
     seed: int = 0
     look_s: float = 1.0
 
@@ -146,7 +145,7 @@ class TierOptions:
 
 class TierRow(SideRow):
     speed: list[Measured] = msgspec.field(default_factory=list)
-    """Output tokens a second."""
+    """Output tokens per second."""
     ratio: Spread | None = None
     """Speed ÷ the first side's, pair by pair."""
 
@@ -159,7 +158,7 @@ class TierTable(msgspec.Struct):
     rows: list[TierRow]
 
     def fewer(self, row: TierRow) -> float | None:
-        """How many times fewer tokens were computed again than on the first side."""
+        """Recomputed tokens of the first side ÷ those of this one."""
         return self.rows[0].count("recomputed tokens") / max(1.0, row.count("recomputed tokens")) if row.counts else None
 
 
@@ -168,10 +167,10 @@ class TierReport(ServerReport, kw_only=True):
 
 
 class TierBench:
-    def __init__(self, options: TierOptions, voice: Voice) -> None:
+    def __init__(self, options: TierOptions, progress: Progress) -> None:
         self._options = options
-        self._voice = voice
-        self._rounds = Rounds(voice, options.pairs, options.look_s)
+        self._progress = progress
+        self._rounds = Rounds(progress, options.pairs, options.look_s)
         self._failures: list[str] = []
         self._tables: list[TierTable] = []
 
@@ -181,30 +180,27 @@ class TierBench:
         return self._options.pairs * sides
 
     def run(self) -> TierReport:
-        """A failure ends its load; what was measured before it is still reported."""
+        """Measure and report. A failure ends its load; earlier measurements are still reported."""
         for load in self._options.loads:
-            try:
+            with failures_noted(self._failures, self._progress):
                 self._load(load)
-            except (ChildFailed, MeasurementFailed) as error:
-                self._failures.append(str(error))
-                self._voice.say(f"failed: {error}")
         return self._conclude()
 
     def _load(self, load: Load) -> None:
         options, shape = self._options, self._options.shape(load)
-        told = (
+        title = (
             f"{shape.title}: {shape.load.name}, "
             f"pool of {shape.pool_blocks} blocks of {shape.block_size} ({shape.share:.0%} of what they fill)"
         )
         if load is Load.SLOW_STORE:
-            told += f", link of {options.link_bytes_per_s / 1e6:g} MB/s"
+            title += f", link of {options.link_bytes_per_s / 1e6:g} MB/s"
         rows = [TierRow(side.name, absent=why_not(side) or "") for side in shape.sides]
-        self._tables.append(TierTable(load, told, shape.block_size, shape.pool_blocks, rows))
+        self._tables.append(TierTable(load, title, shape.block_size, shape.pool_blocks, rows))
         with contextlib.ExitStack() as stack:
             hosting = Hosting(
                 options.model, shape.flags, options.args, options.folder, options.seed, options.link_bytes_per_s
             )
-            turns = hosting.start(stack, shape.sides, rows, self._voice)
+            turns = hosting.start(stack, shape.sides, rows, self._progress)
             present = zip((row for row in rows if not row.absent), turns.servers, strict=True)
             sides = [
                 MeasuredSide(row.side, partial(self._taken, turns, serving, row, shape.load), row.speed)
@@ -212,9 +208,11 @@ class TierBench:
             ]
             self._rounds.compare(shape.title, "output tokens/s", sides)
 
-    def _taken(self, turns: Turns, serving: Serving, row: TierRow, load: ServingLoad, pair: int) -> tuple[float, str]:
+    def _taken(
+        self, turns: ServersInTurn, serving: RunningServer, row: TierRow, load: ServingLoad, pair: int
+    ) -> tuple[float, str]:
         before = counts_of(serving)
-        # Another seed for each pair: equal work on all sides, and nothing of it in any tier.
+        # Another seed for each pair: equal work on all sides, and nothing in any tier.
         result = turns.run(serving, load, self._options.seed + 1 + pair)
         counts = gained(before, counts_of(serving))
         row.counts.append(counts)
@@ -229,7 +227,7 @@ class TierBench:
             versions=versions_of(None, self._failures),
             model="no model" if model is None else model.name,
             tables=self._tables,
-            notes=notes_on_others(self._rounds.loads),
+            notes=notes_on_other_load(self._rounds.loads),
             failures=self._failures,
         )
 
@@ -263,9 +261,9 @@ def tiers(
     that is slower than the model. Takes about half an hour on two cores.
     """
 
-    def prepare(voice: Voice) -> Work[TierReport]:
+    def prepare(progress: Progress) -> Experiment[TierReport]:
         options = TierOptions(
-            model=None if model == SCRIPTED else model_folder(model, voice),
+            model=None if model == SCRIPTED else model_folder(model, progress),
             loads=tuple(load or Load),
             pairs=pairs,
             requests=requests,
@@ -276,10 +274,10 @@ def tiers(
             link_bytes_per_s=link_mbytes * 1e6,
             seed=seed,
         )
-        work = TierBench(options, voice)
-        return Work(work.measurements, work.run)
+        work = TierBench(options, progress)
+        return Experiment(work.measurements, work.run)
 
-    conduct(prepare, show, json_file)
+    run_benchmark(prepare, show, json_file)
 
 
 def show(console: Console, report: TierReport) -> None:

@@ -161,12 +161,12 @@ def test_an_executor_without_room_is_refused() -> None:
 def test_rows_that_compute_nothing_are_not_a_measurement() -> None:
     executor = PacedScript()
     stepper = CalibrationStepper(executor, executor.clock_us)
-    forgotten = stepper._start
+    forgotten = stepper._plans.start
 
     def short(slot: int, known: int, computed: int, limit: int, first_block: int) -> object:
         return forgotten(slot, known, computed, known // 2, first_block)
 
-    stepper._start = short  # type: ignore[method-assign, assignment]
+    stepper._plans.start = short  # type: ignore[method-assign, assignment]
     with pytest.raises(CannotCalibrate, match=r"1 × 64 prefill: 1 of 1 rows computed nothing .*out_of_blocks"):
         stepper.visit(Trial(0, 0, 1, 64))
 

@@ -71,7 +71,7 @@ def test_page_and_model_are_made_from_a_file_on_any_machine(tmp_path: Path) -> N
     ran = CliRunner().invoke(app, ["bench", "gpu", "--from", str(kept), "--markdown", str(page), "--step-times", str(model)])
     assert ran.exit_code == 0, ran.output
     assert "batch 1" in ran.output
-    assert page.read_text().startswith("# On a GPU")
+    assert page.read_text().startswith("# GPU benchmark record")
     assert load_step_times(str(model)).name == "mine"
     assert json.loads(model.read_text())["layers"] == 36
 

@@ -12,17 +12,17 @@ from baton.bench.machine import OtherLoad
 from baton.bench.report import write_json
 from benchmarks import compare as compare_module
 from benchmarks import servers as servers_module
-from benchmarks.compare import Compare, CompareOptions, Row, Section, sides_of
-from benchmarks.runner import Measured, Voice
-from benchmarks.servers import NO_PEER, OURS, PEER, ServingLoad, Side
+from benchmarks.compare import Compare, CompareOptions, ComparisonRow, Section, sides_of
+from benchmarks.runner import Measured, Progress
+from benchmarks.servers import NO_PEER, OURS, PEER, ServerCommand, ServingLoad
 
 ROOT = Path(__file__).parents[2]
-QUIET = Voice(say=lambda _line: None, doing=lambda _what: None, done=lambda: None)
+QUIET = Progress(say=lambda _line: None, doing=lambda _what: None, done=lambda: None)
 IDLE = OtherLoad(0.0, 0.0, 0.0)
 
 
-def side(name: str, *more: str) -> Side:
-    return Side(name, (sys.executable, "-m", "tests.bench.server", *more), {"PYTHONPATH": str(ROOT)})
+def side(name: str, *more: str) -> ServerCommand:
+    return ServerCommand(name, (sys.executable, "-m", "tests.bench.server", *more), {"PYTHONPATH": str(ROOT)})
 
 
 def options(folder: Path, **more: object) -> CompareOptions:
@@ -44,7 +44,7 @@ def test_both_sides_are_measured_in_pairs(tmp_path: Path, monkeypatch: pytest.Mo
     spoken: list[str] = []
     sides = [side(OURS, "--token-s", "0.001"), side(PEER, "--token-s", "0.02")]
     taken: list[None] = []
-    work = Compare(asked, sides, Voice(spoken.append, lambda _what: None, lambda: taken.append(None)))
+    work = Compare(asked, sides, Progress(spoken.append, lambda _what: None, lambda: taken.append(None)))
     found = work.run()
     assert len(taken) == work.measurements == 12
     assert found.failures == []
@@ -70,7 +70,7 @@ def test_start_up_is_timed_from_the_start_of_the_process(tmp_path: Path) -> None
 
 
 def test_a_server_that_dies_shows_its_last_words(tmp_path: Path) -> None:
-    dead = Side(OURS, (sys.executable, "-c", "import sys; sys.exit('no such weights')"))
+    dead = ServerCommand(OURS, (sys.executable, "-c", "import sys; sys.exit('no such weights')"))
     found = Compare(options(tmp_path, sections=(Section.STARTUP,)), [dead], QUIET).run()
     (failure,) = found.failures
     assert "ended with code 1" in failure
@@ -95,13 +95,13 @@ def test_the_scheduler_of_both_sides_is_read(tmp_path: Path, monkeypatch: pytest
 
 
 def test_the_ratio_is_made_pair_by_pair() -> None:
-    row = Row("s", "n", "u", "higher")
+    row = ComparisonRow("s", "n", "u", "higher")
     row.ours = [Measured(0, 2.0, IDLE), Measured(1, 30.0, IDLE), Measured(2, 9.0, IDLE)]
     row.peer = [Measured(1, 10.0, IDLE), Measured(0, 1.0, IDLE)]
     spread = row.ratio
     assert spread is not None
     assert (spread.min, spread.median, spread.max) == (2.0, 2.5, 3.0)
-    assert Row("s", "n", "u", "higher").ratio is None
+    assert ComparisonRow("s", "n", "u", "higher").ratio is None
 
 
 def test_both_servers_are_told_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

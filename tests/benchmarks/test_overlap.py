@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.overlap import run
-from benchmarks.runner import Voice
+from benchmarks.runner import Progress
 from tests.support.tiny import family_config, save_random
 
 
 def test_nothing_leaves_early_only_where_it_was_held_back(tmp_path: Path) -> None:
     save_random(family_config("llama"), tmp_path)
     told: list[str] = []
-    voice = Voice(say=told.append, doing=told.append, done=lambda: None)
-    report = run(tmp_path, "float32", ["shm", "tcp"], prompt_tokens=200, step_tokens=64, rounds=1, voice=voice)
+    progress = Progress(say=told.append, doing=told.append, done=lambda: None)
+    report = run(tmp_path, "float32", ["shm", "tcp"], prompt_tokens=200, step_tokens=64, rounds=1, progress=progress)
     assert report.kv_bytes == 13 * 16 * 3 * 2 * 2 * 32 * 4  # blocks, tokens, layers, K and V, heads, their size, float32
     assert {(item.mode.kind, item.mode.after_prefill, item.mode.throttled) for item in report.modes} == {
         (kind, after, throttled) for kind in ("shm", "tcp") for after in (False, True) for throttled in (False, True)

@@ -13,7 +13,7 @@ from baton.sim.cluster import RunFailed
 from baton.sim.step_times import load_step_times
 from benchmarks.__main__ import app
 from benchmarks.policies import NETWORK_US, Policies, PolicyOptions, PolicyReport
-from benchmarks.runner import Voice
+from benchmarks.runner import Progress
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
-QUIET = Voice(say=lambda _line: None, doing=lambda _what: None, done=lambda: None)
+QUIET = Progress(say=lambda _line: None, doing=lambda _what: None, done=lambda: None)
 EAGER = ReserveAndVictims(ReservePolicy.NONE, VictimPolicy.NEWEST)
 
 

@@ -34,25 +34,25 @@ from benchmarks.compare import SERVING_LOADS
 from benchmarks.predict import (
     BadLoad,
     Figures,
-    Given,
+    GivenTimes,
     Predict,
+    PredictedRun,
     Prediction,
     PredictOptions,
     PredictReport,
-    Run,
-    Surveyed,
+    SurveyedTimes,
+    command_of,
     config_of,
     report_of,
     settings_of,
     show,
-    side_of,
     simulated_figures,
 )
-from benchmarks.runner import Spread, Voice
-from benchmarks.servers import OURS, ServingLoad, Side
+from benchmarks.runner import Progress, Spread
+from benchmarks.servers import OURS, ServerCommand, ServingLoad
 
 ROOT = Path(__file__).parents[2]
-QUIET = Voice(say=lambda _line: None, doing=lambda _what: None, done=lambda: None)
+QUIET = Progress(say=lambda _line: None, doing=lambda _what: None, done=lambda: None)
 SMALL = (ServingLoad(8, 32, 8), ServingLoad(2, 64, 16))
 SIZES = ModelSizes(weight_bytes=2.7e8, token_flop=2.1e8, kv_bytes_per_token=23_040, pair_flop=69_120)
 SETTINGS = settings_of("model", SMALL)
@@ -105,11 +105,11 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> FakeTurns:
     fake = FakeTurns()
 
     @contextlib.contextmanager
-    def server(_side: Side) -> Iterator[None]:
+    def server(_side: ServerCommand) -> Iterator[None]:
         yield None
 
     monkeypatch.setattr(predict_module, "server", server)
-    monkeypatch.setattr(predict_module, "arrange", lambda _servers, _voice, _seed: (fake, {}))
+    monkeypatch.setattr(predict_module, "servers_in_turn", lambda _servers, _progress, _seed: (fake, {}))
     return fake
 
 
@@ -117,12 +117,12 @@ def options(repetitions: int = 3) -> PredictOptions:
     return PredictOptions(SMALL, repetitions, look_s=0.0, patience_s=0.0)
 
 
-def predict_with(source: Surveyed | Given, repetitions: int = 3) -> tuple[list[Prediction], list[str]]:
-    return Predict(options(repetitions), side_of(SETTINGS), CONFIG, source, [ADMISSION_US] * 2, QUIET).run()
+def predict_with(source: SurveyedTimes | GivenTimes, repetitions: int = 3) -> tuple[list[Prediction], list[str]]:
+    return Predict(options(repetitions), command_of(SETTINGS), CONFIG, source, [ADMISSION_US] * 2, QUIET).run()
 
 
 def test_a_machine_that_does_as_measured_is_predicted(turns: FakeTurns) -> None:
-    predictions, failures = predict_with(Surveyed(walk, SIZES, (0.0, 0.0)))
+    predictions, failures = predict_with(SurveyedTimes(walk, SIZES, (0.0, 0.0)))
     assert failures == []
     assert [each.load for each in predictions] == [load.name for load in SMALL]
     for each in predictions:
@@ -133,7 +133,7 @@ def test_a_machine_that_does_as_measured_is_predicted(turns: FakeTurns) -> None:
 
 
 def test_loads_take_turns_and_share_no_prompt(turns: FakeTurns) -> None:
-    predict_with(Given(times_of()), repetitions=2)
+    predict_with(GivenTimes(times_of()), repetitions=2)
     a, b = (load.requests for load in SMALL)
     assert [requests for requests, *_ in turns.told] == [a, b, a, b, b, a]
     assert [tokens for _, _, tokens, _ in turns.told][:2] == [4, 4]  # the first two warm up
@@ -144,7 +144,7 @@ def test_loads_take_turns_and_share_no_prompt(turns: FakeTurns) -> None:
 def test_drift_of_the_machine_is_in_both_sides_of_a_ratio(turns: FakeTurns) -> None:
     slow = iter([1.0, 1.0, 3.0, 3.0, 3.0, 1.0, 1.0])
     turns.slowness = lambda run: {2: 3.0, 3: 3.0}.get(run, 1.0)
-    predictions, _ = predict_with(Surveyed(lambda: walk(next(slow)), SIZES, (0.0, 0.0)))
+    predictions, _ = predict_with(SurveyedTimes(lambda: walk(next(slow)), SIZES, (0.0, 0.0)))
     for each in predictions:
         assert each.speed.median == pytest.approx(1.0, rel=0.01)
         assert each.holds
@@ -153,7 +153,7 @@ def test_drift_of_the_machine_is_in_both_sides_of_a_ratio(turns: FakeTurns) -> N
 
 def test_a_run_is_predicted_from_the_walks_beside_it() -> None:
     slow = iter([1.0, 2.0, 4.0])
-    source = Surveyed(lambda: walk(next(slow)), SIZES, (100.0, 10.0))
+    source = SurveyedTimes(lambda: walk(next(slow)), SIZES, (100.0, 10.0))
     for _ in range(3):
         source.look()
     for run, slowness in enumerate((1.5, 3.0)):
@@ -164,7 +164,7 @@ def test_a_run_is_predicted_from_the_walks_beside_it() -> None:
 @pytest.mark.parametrize(("slowness", "holds"), [(1.1, True), (1.2, False), (0.8, False)])
 def test_a_machine_that_does_otherwise_is_not(turns: FakeTurns, slowness: float, holds: bool) -> None:
     turns.slowness = lambda _run: slowness
-    predictions, _ = predict_with(Given(times_of()))
+    predictions, _ = predict_with(GivenTimes(times_of()))
     assert [each.holds for each in predictions] == [holds, holds]
     for each in predictions:
         assert each.speed.median == pytest.approx(slowness, rel=0.03)
@@ -193,9 +193,9 @@ def looks_beside(neighbours: Neighbours, patience_s: float) -> tuple[list[Predic
         slowness.append(1.0 + 0.1 * len(slowness))
         return walk(slowness[-1])
 
-    source = Surveyed(slower, SIZES, (0.0, 0.0))
+    source = SurveyedTimes(slower, SIZES, (0.0, 0.0))
     asked = replace(options(repetitions=1), patience_s=patience_s)
-    side = side_of(SETTINGS)
+    side = command_of(SETTINGS)
     work = Predict(asked, side, CONFIG, source, [ADMISSION_US] * 2, QUIET, neighbours.clock_s, neighbours.look_around)
     return work.run()[0], slowness
 
@@ -227,8 +227,8 @@ def test_patience_ends(turns: FakeTurns) -> None:
 
 
 def test_a_server_that_dies_is_told() -> None:
-    dead = Side(OURS, (sys.executable, "-c", "raise SystemExit('no such thing')"))
-    predictions, failures = Predict(options(), dead, CONFIG, Given(times_of()), [0.0, 0.0], QUIET).run()
+    dead = ServerCommand(OURS, (sys.executable, "-c", "raise SystemExit('no such thing')"))
+    predictions, failures = Predict(options(), dead, CONFIG, GivenTimes(times_of()), [0.0, 0.0], QUIET).run()
     assert predictions == []
     assert "no such thing" in failures[0]
 
@@ -244,8 +244,8 @@ def test_admission_delays_the_first_token_of_all_but_the_first() -> None:
 def test_a_child_whose_cache_helped_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers_module, "IDLE_LOOK_S", 0.05)
     # This server says of every prompt that a half of it was cached.
-    side = Side(OURS, (sys.executable, "-m", "tests.bench.server", "--token-s", "0.001"), {"PYTHONPATH": str(ROOT)})
-    work = Predict(options(repetitions=1), side, CONFIG, Given(load_step_times("cpu")), [ADMISSION_US] * 2, QUIET)
+    side = ServerCommand(OURS, (sys.executable, "-m", "tests.bench.server", "--token-s", "0.001"), {"PYTHONPATH": str(ROOT)})
+    work = Predict(options(repetitions=1), side, CONFIG, GivenTimes(load_step_times("cpu")), [ADMISSION_US] * 2, QUIET)
     assert work.measurements == 2
     predictions, failures = work.run()
     assert predictions == []
@@ -255,7 +255,7 @@ def test_a_child_whose_cache_helped_is_not_believed(monkeypatch: pytest.MonkeyPa
 def test_the_server_gets_the_settings_that_are_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[EngineSettings] = []
     monkeypatch.setattr(serve_module, "_run", lambda **settings: asked.append(settings["engine"]))
-    side = side_of(settings_of("model", SERVING_LOADS))
+    side = command_of(settings_of("model", SERVING_LOADS))
     elsewhere = {"BATON_MAX_NUM_SEQS": "3", "BATON_KV_BLOCKS": "9", "BATON_RESERVE": "none", "BATON_MAX_WAITING": "5"}
     ran = CliRunner().invoke(main.app, list(side.launch[3:]), env=elsewhere)
     assert ran.exit_code == 0, ran.output
@@ -280,10 +280,10 @@ def test_admission_costs_something() -> None:
 
 
 def made_report(ratio: float, failures: tuple[str, ...] = ()) -> PredictReport:
-    run = Run(0, Figures(100.0, 50.0), Figures(100.0 * ratio, 50.0), OtherLoad(0.0, 0.5, 0.0))
+    run = PredictedRun(0, Figures(100.0, 50.0), Figures(100.0 * ratio, 50.0), OtherLoad(0.0, 0.5, 0.0))
     spread = Spread(ratio, ratio, ratio)
     each = Prediction("64 at once", 700.0, [run], spread, Spread(1.0, 1.0, 1.0), abs(ratio - 1) <= 0.15)
-    return report_of("smol", side_of(SETTINGS), "step times of a test", ([each], list(failures)))
+    return report_of("smol", command_of(SETTINGS), "step times of a test", ([each], list(failures)))
 
 
 def test_the_table_shows_both_sides_and_whether_it_holds() -> None:
@@ -298,7 +298,7 @@ def test_the_table_shows_both_sides_and_whether_it_holds() -> None:
 def test_the_exit_code_is_the_verdict(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, report: PredictReport, code: int
 ) -> None:
-    monkeypatch.setattr(predict_module, "model_folder", lambda _model, _voice: tmp_path)
+    monkeypatch.setattr(predict_module, "model_folder", lambda _model, _progress: tmp_path)
     monkeypatch.setattr(predict_module, "predicted", lambda *_: report)
     out = tmp_path / "new" / "predict.json"
     ran = CliRunner().invoke(app, ["predict", "--step-times", "cpu", "--json", str(out)])
@@ -312,7 +312,7 @@ def test_the_exit_code_is_the_verdict(
      (["--load", "1x4000x100"], "at most 4,096")],
 )  # fmt: skip
 def test_wrong_options_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: list[str], word: str) -> None:
-    monkeypatch.setattr(predict_module, "model_folder", lambda _model, _voice: tmp_path)
+    monkeypatch.setattr(predict_module, "model_folder", lambda _model, _progress: tmp_path)
     ran = CliRunner().invoke(app, ["predict", *arguments])
     assert ran.exit_code == 2
     assert word in ran.output

@@ -11,10 +11,20 @@ from typer.testing import CliRunner
 from baton.sim.scenario import FlatTimes
 from benchmarks.__main__ import app
 from benchmarks.jobs import JobFailed, run_jobs
-from benchmarks.prefill_path import REPORTED, Charged, Kind, PathJob, PathOptions, PathReport, PathRun, Paths, show
-from benchmarks.runner import Voice
+from benchmarks.prefill_path import (
+    REPORTED,
+    ChargedStepTimes,
+    PathJob,
+    PathKind,
+    PathOptions,
+    PathReport,
+    PathRun,
+    Paths,
+    show,
+)
+from benchmarks.runner import Progress
 
-QUIET = Voice(say=lambda _line: None, doing=lambda _what: None, done=lambda: None)
+QUIET = Progress(say=lambda _line: None, doing=lambda _what: None, done=lambda: None)
 
 
 @pytest.fixture
@@ -37,8 +47,8 @@ def options(trace: Path) -> PathOptions:
 
 def test_both_paths_answer_the_same_sessions_and_are_compared_seed_by_seed(trace: Path) -> None:
     report = Paths(options(trace)).run(QUIET, processes=2)
-    assert [len(report.of(kind)) for kind in Kind] == [2, 2, 2]
-    for general, short, lossy in zip(*(report.of(kind) for kind in Kind), strict=True):
+    assert [len(report.of(kind)) for kind in PathKind] == [2, 2, 2]
+    for general, short, lossy in zip(*(report.of(kind) for kind in PathKind), strict=True):
         assert general.requests == short.requests == lossy.requests == general.handovers
         assert general.seed == short.seed
         assert lossy.total_s > general.total_s
@@ -46,7 +56,7 @@ def test_both_paths_answer_the_same_sessions_and_are_compared_seed_by_seed(trace
         parts = waited.queue_s + waited.prefill_s + waited.transfer_s + waited.rest_s
         assert parts == pytest.approx(general.ttft_s.mean)
         assert waited.rest_s >= 0
-    assert all(len(report.passes[kind]) == 3 and report.pass_us(kind) > 0 for kind in (Kind.GENERAL, Kind.SHORT))
+    assert all(len(report.passes[kind]) == 3 and report.pass_us(kind) > 0 for kind in (PathKind.GENERAL, PathKind.SHORT))
     assert msgspec.json.decode(msgspec.json.encode(report), type=PathReport) == report
     out = io.StringIO()
     show(Console(file=out, width=200), report)
@@ -55,7 +65,7 @@ def test_both_paths_answer_the_same_sessions_and_are_compared_seed_by_seed(trace
 
 def test_the_charge_is_added_to_every_step() -> None:
     times = FlatTimes(1_000, 10)
-    assert Charged(times, 250.4).step_us(0, 0, 7, 28) == times.step_us(0, 0, 7, 28) + 250
+    assert ChargedStepTimes(times, 250.4).step_us(0, 0, 7, 28) == times.step_us(0, 0, 7, 28) + 250
 
 
 def test_what_was_reported_agrees_with_its_percentages() -> None:
@@ -64,7 +74,7 @@ def test_what_was_reported_agrees_with_its_percentages() -> None:
 
 
 def test_a_job_that_fails_says_why(trace: Path) -> None:
-    broken = PathJob(msgspec.structs.replace(options(trace), trace=str(trace) + ".gone"), Kind.SHORT, 0)
+    broken = PathJob(msgspec.structs.replace(options(trace), trace=str(trace) + ".gone"), PathKind.SHORT, 0)
     with pytest.raises(JobFailed, match="No such file"):
         run_jobs("prefill-path", [broken], PathRun, lambda _run: None, processes=1)
 

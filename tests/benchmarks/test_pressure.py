@@ -11,12 +11,12 @@ from rich.console import Console
 from baton.bench.report import write_json
 from benchmarks import pressure as pressure_module
 from benchmarks import servers as servers_module
-from benchmarks.pressure import Contender, Pressure, PressureOptions, contenders_of, show
-from benchmarks.runner import MeasurementFailed, Voice
-from benchmarks.servers import NO_PEER, OURS, PEER, ServingLoad, Side, counter_total
+from benchmarks.pressure import PooledServer, Pressure, PressureOptions, pooled_servers, show
+from benchmarks.runner import MeasurementFailed, Progress
+from benchmarks.servers import NO_PEER, OURS, PEER, ServerCommand, ServingLoad, counter_total
 
 ROOT = Path(__file__).parents[2]
-QUIET = Voice(say=lambda _line: None, doing=lambda _what: None, done=lambda: None)
+QUIET = Progress(say=lambda _line: None, doing=lambda _what: None, done=lambda: None)
 
 
 @pytest.fixture(autouse=True)
@@ -30,9 +30,9 @@ def options(folder: Path, **more: object) -> PressureOptions:
     return replace(made, **more)  # type: ignore[arg-type]
 
 
-def fake(name: str, pool_blocks: int, *more: str) -> Contender:
+def fake(name: str, pool_blocks: int, *more: str) -> PooledServer:
     launch = (sys.executable, "-m", "tests.bench.server", *more)
-    return Contender(name, pool_blocks, Side(f"{name}, {pool_blocks} blocks", launch, {"PYTHONPATH": str(ROOT)}))
+    return PooledServer(name, pool_blocks, ServerCommand(f"{name}, {pool_blocks} blocks", launch, {"PYTHONPATH": str(ROOT)}))
 
 
 def test_the_pools_are_what_the_load_fills_half_and_a_quarter(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_the_pools_are_what_the_load_fills_half_and_a_quarter(tmp_path: Path) ->
 
 
 def test_both_sides_get_the_same_pool(tmp_path: Path) -> None:
-    ours, peer = contenders_of(PressureOptions(tmp_path, "run-in peer"))[2:4]
+    ours, peer = pooled_servers(PressureOptions(tmp_path, "run-in peer"))[2:4]
     assert (ours.name, peer.name, ours.pool_blocks, peer.pool_blocks) == (OURS, PEER, 320, 320)
     assert ours.side.launch[-2:] == ("--kv-blocks", "320")
     assert peer.side.launch[-2:] == ("--num-gpu-blocks-override", "321")  # it keeps one for itself
@@ -57,7 +57,7 @@ def test_each_pool_is_measured_on_both_sides_in_turns(tmp_path: Path) -> None:
     ours = ("--token-s", "0.002", "--preemptions-name", "baton_num_preemptions_total")
     peers = ("--token-s", "0.01", "--preemptions-name", "vllm:num_preemptions_total")
     contenders = [fake(OURS, pools[0], *ours), fake(PEER, pools[0], *peers), fake(OURS, pools[1], "--token-s", "0.01")]
-    work = Pressure(asked, contenders, Voice(spoken.append, lambda _what: None, lambda: None))
+    work = Pressure(asked, contenders, Progress(spoken.append, lambda _what: None, lambda: None))
     report = work.run()
     assert report.failures == []
     whole, half, quarter = report.points
@@ -92,7 +92,9 @@ def test_an_absent_peer_is_said(tmp_path: Path) -> None:
 
 def test_a_server_that_dies_is_a_failure_and_not_a_crash(tmp_path: Path) -> None:
     asked = options(tmp_path)
-    dead = Contender(OURS, asked.pools[0], Side(OURS, (sys.executable, "-c", "import sys; sys.exit('no memory')")))
+    dead = PooledServer(
+        OURS, asked.pools[0], ServerCommand(OURS, (sys.executable, "-c", "import sys; sys.exit('no memory')"))
+    )
     (failure,) = Pressure(asked, [dead], QUIET).run().failures
     assert "no memory" in failure
 

@@ -16,20 +16,20 @@ from benchmarks import runner
 from benchmarks.__main__ import COMMANDS, app
 from benchmarks.runner import (
     BadOptions,
+    Experiment,
     Measured,
     MeasuredSide,
     MeasurementFailed,
     NoTrace,
+    Progress,
     Report,
     Rounds,
     Spread,
-    Voice,
-    Work,
-    conduct,
+    alternating,
     find_trace,
-    in_turns,
     median_ratio,
     ratio_of,
+    run_benchmark,
     shown_ratio,
     shown_spread,
     table_of,
@@ -39,12 +39,12 @@ IDLE = OtherLoad(0.0, 0.0, 0.0)
 
 
 class Told:
-    """A voice that remembers."""
+    """A progress that remembers."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
         self.done = 0
-        self.voice = Voice(self.said.append, lambda _what: None, self._count)
+        self.progress = Progress(self.said.append, lambda _what: None, self._count)
 
     def _count(self) -> None:
         self.done += 1
@@ -56,13 +56,13 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_other_round_goes_backwards() -> None:
-    assert list(in_turns("abc", 2)) == [(0, "a"), (0, "b"), (0, "c"), (1, "c"), (1, "b"), (1, "a")]
+    assert list(alternating("abc", 2)) == [(0, "a"), (0, "b"), (0, "c"), (1, "c"), (1, "b"), (1, "a")]
 
 
 def test_sides_are_measured_in_turns_and_told_with_the_load_of_others() -> None:
     told, values = Told(), {"a": [], "b": []}  # type: ignore[var-annotated]
     sides = [MeasuredSide(name, lambda number, name=name: (len(name) + number, name), values[name]) for name in "ab"]
-    Rounds(told.voice, 2).compare("speed", "tokens/s", sides)
+    Rounds(told.progress, 2).compare("speed", "tokens/s", sides)
     assert values["a"] == [Measured(0, 1, IDLE, "a"), Measured(1, 2, IDLE, "a")]
     assert [line.split(", ")[1].split(":")[0] for line in told.said] == ["a", "b", "b", "a"]
     assert told.said[0] == "speed: round 1 of 2, a: 1 tokens/s, a  [load 0.00, others 0.00 cores, steal 0.0 %]"
@@ -72,7 +72,7 @@ def test_sides_are_measured_in_turns_and_told_with_the_load_of_others() -> None:
 def test_a_repeated_side_is_warmed_up_and_the_machine_is_looked_at_once_a_round() -> None:
     taken: list[str] = []
     told = Told()
-    rounds = Rounds(told.voice, 3)
+    rounds = Rounds(told.progress, 3)
     found = rounds.repeat("copying", {name: lambda name=name: taken.append(name) or len(taken) for name in "ab"})
     assert "".join(taken) == "ababbaab"
     assert found == {"a": [3, 6, 7], "b": [4, 5, 8]}
@@ -106,7 +106,7 @@ def _conducted(tmp_path: Path, outcome: Report | Exception) -> Path:
             raise outcome
         return outcome
 
-    conduct(lambda _voice: Work(1, run), lambda _console, _report: None, tmp_path / "new" / "o.json")
+    run_benchmark(lambda _progress: Experiment(1, run), lambda _console, _report: None, tmp_path / "new" / "o.json")
     return tmp_path / "new" / "o.json"
 
 

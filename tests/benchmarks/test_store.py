@@ -9,19 +9,19 @@ import pytest
 from rich.console import Console
 
 from baton.kv.store import MISSING, open_store
-from benchmarks.runner import Voice
-from benchmarks.store import MEMCPY, PLAIN_FILE, Bench, Pass, StoreMisbehaved, StoreSide, rates_of, run, show
+from benchmarks.runner import Progress
+from benchmarks.store import MEMCPY, PLAIN_FILE, BlockSet, StoreMisbehaved, StorePassTimes, StoreSide, rates_of, run, show
 from benchmarks.store_servers import mooncake_why_not, valkey_why_not
 from tests.support.stores import sample
 
-QUIET = Voice(say=lambda _: None, doing=lambda _: None, done=lambda: None)
+QUIET = Progress(say=lambda _: None, doing=lambda _: None, done=lambda: None)
 
 
 def test_a_ratio_is_the_median_of_those_of_the_rounds() -> None:
     passes = {
-        MEMCPY: [Pass(1.0, 1.0), Pass(2.0, 1.0), Pass(3.0, 1.0)],
-        PLAIN_FILE: [Pass(2.0, 4.0), Pass(8.0, 4.0), Pass(3.0, 4.0)],
-        "file": [Pass(4.0, 8.0), Pass(8.0, 16.0), Pass(30.0, 2.0)],
+        MEMCPY: [StorePassTimes(1.0, 1.0), StorePassTimes(2.0, 1.0), StorePassTimes(3.0, 1.0)],
+        PLAIN_FILE: [StorePassTimes(2.0, 4.0), StorePassTimes(8.0, 4.0), StorePassTimes(3.0, 4.0)],
+        "file": [StorePassTimes(4.0, 8.0), StorePassTimes(8.0, 16.0), StorePassTimes(30.0, 2.0)],
     }
     found = rates_of(1000, 8_000_000, passes).sides[2]
     assert found.put_mb_per_s == [2.0, 1.0, 8 / 30]
@@ -67,7 +67,7 @@ class Forgetful:
 
 
 def test_a_store_that_gives_nothing_back_has_no_speed() -> None:
-    bench = Bench(4096, 100_000)
+    bench = BlockSet(4096, 100_000)
     side = StoreSide("forgetful", Forgetful(), bench)  # type: ignore[arg-type]
     side.put_all(bench)
     with pytest.raises(StoreMisbehaved, match="does not give back"):

@@ -12,13 +12,13 @@ from benchmarks import servers as servers_module
 from benchmarks import tier_sides as sides_module
 from benchmarks import tiers as tiers_module
 from benchmarks.__main__ import app
-from benchmarks.runner import Measured, Voice
+from benchmarks.runner import Measured, Progress
 from benchmarks.slow_link import slow_link
 from benchmarks.store_servers import valkey_why_not
 from benchmarks.tier_sides import COUNTERS, StoreKind, TierSide, gained, store_args
 from benchmarks.tiers import LOADS, Load, TierBench, TierOptions, TierReport, TierRow, TierTable, show
 
-QUIET = Voice(say=lambda _line: None, doing=lambda _what: None, done=lambda: None)
+QUIET = Progress(say=lambda _line: None, doing=lambda _what: None, done=lambda: None)
 TINY = ["--pairs", "1", "--requests", "12", "--input-tokens", "64", "--output-tokens", "64", "--our-args", "--step-ms 1"]
 
 

@@ -1,8 +1,8 @@
-"""The application: routes, and which ring wraps which.
+"""The FastAPI application: routes and the order of middlewares.
 
-    CORS (only if origins are allowed) → Edge (ids, counts) → Auth → routes → errors in OpenAI shape
+    CORS (only if origins are allowed) → RequestIdMiddleware (ids, counts) → AuthMiddleware → routes → errors in OpenAI shape
 
-Owns nothing but the wiring; each route is a few lines over `RequestPreparer`, `GenerationService` and `ModelText`.
+Owns only the wiring; each route is a few lines over `RequestPreparer`, `GenerationService` and `ModelText`.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from baton.api.stream_resume import LAST_EVENT_ID, UnclaimedRequests, check_reac
 from baton.api.submissions import RequestOwner, RequestRules
 
 SMALL_BODY_BYTES = 2048
-"""A body that is tokenised in about a millisecond."""
+"""Bodies up to this size are tokenised in about a millisecond, on the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouterExtras:
-    """What a router has beyond the surface of one engine."""
+    """Routes and checks that a router adds to the API of one engine."""
 
     unclaimed: UnclaimedRequests | None = None
     missing: Callable[[], str | None] = lambda: None
-    """What it lacks to be ready."""
+    """Why the router is not ready yet."""
     inner: tuple[Middleware, ...] = ()
-    """Rings inside of Auth: they know the tenant."""
+    """Middlewares inside AuthMiddleware, where the tenant is known."""
     open_paths: frozenset[str] = frozenset()
-    """More paths that need no key."""
+    """Further paths that need no API key."""
 
 
 class ApiRoutes:
@@ -88,13 +88,13 @@ class ApiRoutes:
         return await self._server.respond(run)
 
     async def _prepared(self, origin: OriginalRequest) -> PreparedRequest:
-        """In a thread, unless it is soon done: the way to another thread and back may take longer than that."""
+        """Prepare in a thread; a small body is prepared directly, since switching threads would take longer."""
         if len(origin.raw) <= SMALL_BODY_BYTES:
             return self._preparer.prepare(origin)
         return await asyncio.to_thread(self._preparer.prepare, origin)
 
     async def resume(self, id: str, request: Request) -> Response:  # noqa: A002
-        """Go on with an answer whose router was lost."""
+        """Resume a stream after a restart of the router."""
         unclaimed, asker = self._extras.unclaimed, RequestOwner(request.state.tenant, id)
         self._server.open.check_unread(asker)
         found = None if unclaimed is None else await unclaimed.find(asker)
@@ -262,7 +262,7 @@ def _add_error_handlers(app: FastAPI, metrics: Metrics) -> None:
         return Response(status_code=CLIENT_CLOSED)
 
     async def bug(request: Request, _error: Exception) -> Response:
-        # Starlette answers this one outside of our rings, so it has to be tagged here.
+        # Starlette answers this one outside of our middlewares, so the request id is added here.
         headers = {HEADER: request.scope.get("state", {}).get("request_id", "")}
         message = "Internal error; the log has the details"
         return ApiError(500, message, "server_error", code="internal_error", headers=headers).response()

@@ -1,9 +1,9 @@
-"""Who is calling: API keys, and the tenant that follows from them.
+"""API keys and the tenant derived from each.
 
-A tenant is a hash of its key ("" where no key is set): it names what a caller may cancel and salts the KV cache. Keys that
-an operator gives as `GROUP:KEY` share KV within the group, and nothing else; `:KEY` has no group, and may have more colons.
-`/health` and `/ready` stay open for probes; everything else needs a key once one is set, `/metrics` too, since it shows
-what other tenants do.
+A tenant is a hash of its key, or "" when no key is configured. A tenant can cancel only its own requests, and its KV cache
+is salted. Keys configured as `GROUP:KEY` share KV within the group, and nothing else; `:KEY` has no group and may contain
+colons. `/health` and `/ready` need no key; all other paths do once a key is configured, `/metrics` too, since it shows the
+load of other tenants.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ def tenant_of(key: str) -> str:
 
 
 def secret_of(key: str) -> str:
-    """What callers present, of a key as an operator writes it."""
+    """The part of a configured key that callers send."""
     return _split(key)[1]
 
 
 def kv_owners(keys: Sequence[str]) -> Mapping[str, str]:
-    """By tenant, where KV is not its own: the group whose it is. No tenant can be called like one."""
+    """Tenant → group, for tenants that share KV within a group. A group name never equals a tenant."""
     return {tenant_of(secret): f"group:{group}" for group, secret in map(_split, keys) if group}
 
 
 def why_not_keys(keys: Sequence[str]) -> str | None:
-    """What is wrong with keys as an operator writes them."""
+    """Why the configured keys are invalid; None when they are valid."""
     if not all(secret_of(key) for key in keys):
         return "an API key is empty: anybody could present it"
     if not all(_GROUP.fullmatch(_split(key)[0]) for key in keys):
@@ -48,14 +48,14 @@ def why_not_keys(keys: Sequence[str]) -> str | None:
 
 
 def _split(key: str) -> tuple[str, str]:
-    """Group, "" where there is none, and secret."""
+    """(group or "", secret)."""
     group, colon, secret = key.partition(":")
     return (group, secret) if colon else ("", key)
 
 
 class ApiKeys:
     def __init__(self, keys: Sequence[str]) -> None:
-        """As an operator writes them."""
+        """Keys as configured: `KEY`, `GROUP:KEY` or `:KEY`."""
         self._tenants = [tenant_of(secret_of(key)) for key in keys]
 
     def tenant(self, authorization: str | None) -> str:
@@ -70,7 +70,7 @@ class ApiKeys:
 
 
 def bearer(authorization: str | None, what: str) -> str:
-    """The key that a caller sent; raises a 401 that says what to send."""
+    """The bearer token of the Authorization header; raises a 401 ApiError when it is absent."""
     scheme, _, key = (authorization or "").partition(" ")
     if scheme.lower() != "bearer" or not key.strip():
         raise _unauthorized(f"Send {what} as 'Authorization: Bearer <key>'")

@@ -1,4 +1,4 @@
-"""How much of a body is read, and of which kind.
+"""Limits on request bodies: size and content type.
 
 A body over the limit is refused as soon as that is known: from its announced length, or while it arrives. The rest is
 never read: the connection is closed with the answer.

@@ -1,4 +1,4 @@
-"""How chat answers look: `chat.completion` whole, `chat.completion.chunk` streamed."""
+"""Chat responses: `chat.completion` and streamed `chat.completion.chunk`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from baton.api.text_reader import TextDelta
 
 
 class ChatWriter:
-    """The role comes in a chunk of its own before a choice's first text; `prompt_token_ids` on the very first chunk."""
+    """A choice begins with a chunk that has only the role; the first chunk of the stream has `prompt_token_ids`."""
 
     def __init__(self, heading: ResponseHeader, piece: Piece, logprobs: bool) -> None:
         self._heading = heading

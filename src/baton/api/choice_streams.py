@@ -1,15 +1,14 @@
-"""The streams of one body brought together: read in the order they arrive, ended together.
+"""Merges the token streams of all choices of one request, in order of arrival.
 
-Everything that can happen to an answer comes through one mailbox: bursts of every choice, the end of a stream by an
-error, a cancel by id, the client hanging up. Promises that leaving the context aborts every stream that is not at its
-end, whatever the reason for leaving. The mailbox holds at most the tokens of the body's own answers, however slowly its
-client reads.
+All events of a response come through one mailbox: bursts of every choice, an error that ends a stream, a cancel by id, a
+disconnect of the client. Leaving the context aborts every stream that has not ended, for any reason of leaving. The mailbox
+holds at most the tokens of the request's own choices, however slowly the client reads.
 
-A stream is heard to its very end even when its answer was over before (a stop string, a cancel): the last burst has the
-bill. `billed` and `settled` wait for that; `close` gives up on it.
+A stream is read to its end even when its choice ended before (stop string, cancel), since the last burst has the bill.
+`billed` and `settled` wait for that; `close` gives up on it.
 
-A cancelled body ends each open choice with the finish reason "abort" and the text so far; it is not an error. Both a cancel
-and a client that hangs up also end the wait for an engine that has not accepted the body yet.
+A cancelled request ends each open choice with the finish reason "abort" and the text so far; it is not an error. A cancel
+or a disconnect also ends the wait for an engine that has not accepted the request yet.
 """
 
 from __future__ import annotations
@@ -27,25 +26,25 @@ from baton.core.engine.request import FinishReason
 from baton.core.handover.faults import PdFault
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-"""ASGI's own type: messages are free-form."""
+"""ASGI's receive callable."""
 
 
 class ClientGone(Exception):
-    """The client hung up: there is nobody to answer."""
+    """The client disconnected."""
 
 
 class ChoiceFailed(Exception):
-    """The engine ended one choice by an error of its own; the body may be sent again."""
+    """The engine ended a choice with an internal error; the client may retry."""
 
 
 class NotCarried(Exception):
-    """A router could not bring a choice to its end on any instance."""
+    """A router found no instance that could finish a choice."""
 
     def __init__(self, fault: PdFault, token_ids: list[list[int]]) -> None:
         super().__init__(fault.message)
         self.fault = fault
         self.token_ids = token_ids
-        """By choice, everything that was generated."""
+        """All generated token ids, by choice."""
 
 
 class _Cancelled:
@@ -53,7 +52,7 @@ class _Cancelled:
 
 
 class _NeverBegun:
-    """The stream of a choice that was taken back before an engine had it."""
+    """Stands for the stream of a choice that was cancelled before an engine accepted it."""
 
     def pour(self, sink: Sink) -> None:
         sink(TokenBurst((), (), StreamEnd(FinishReason.ABORT, 0)))
@@ -70,26 +69,26 @@ _Item = tuple[int, TokenBurst] | _Cancelled | BaseException
 
 class ChoiceStreams:
     def __init__(self, readers: Sequence[ChoiceReader], carried: bool = False) -> None:
-        """`carried`: an attempt that ends early has been tried everywhere, so it is an error and no answer."""
+        """`carried`: the engine is a router; an early end (RESCHEDULE) is then an error, since every instance was tried."""
         self.readers = readers
         self._carried = carried
         self._streams: Sequence[TokenStream] = ()
         self._box: deque[_Item] = deque()
         self._waiting: asyncio.Future[None] | None = None
-        """Somebody waits for the next item."""
+        """Set while `__anext__` waits for an item."""
         self._unsettled = len(readers)
-        """Streams that may still bring something."""
+        """Streams that have not ended yet."""
         self._settled = asyncio.Event()
         self._hangup: asyncio.Task[None] | None = None
         self._over = asyncio.Event()
-        """The client hung up or took the body back."""
+        """Set when the client disconnected or cancelled."""
         self._open = len(readers)
         self._error: BaseException | None = None
 
     async def submitted(
         self, submitting: Coroutine[object, object, list[TokenStream]], receive: Receive
     ) -> Sequence[TokenStream]:
-        """Wait until an engine has accepted the body, unless the client leaves before. Followed by `attach`."""
+        """Wait until the engine has accepted the request, or the client leaves. Call `attach` next."""
         self._hangup = asyncio.create_task(_until_disconnect(receive))
         self._hangup.add_done_callback(self._failed)
         asked, over = asyncio.ensure_future(submitting), asyncio.ensure_future(self._over.wait())
@@ -109,7 +108,7 @@ class ChoiceStreams:
             asked.cancel()
 
     def attach(self, streams: Sequence[TokenStream]) -> None:
-        """Start reading. Must be followed by the context, and that by `close`."""
+        """Start reading the streams. Enter the context next, and call `close` at the end."""
         self._streams = streams
         for index, stream in enumerate(streams):
             stream.pour(partial(self._heard, index))
@@ -130,18 +129,18 @@ class ChoiceStreams:
 
     @property
     def is_settled(self) -> bool:
-        """Nothing more can come: each choice has its bill, or its stream broke."""
+        """Every choice has its bill or its stream broke."""
         return not self._unsettled
 
     async def billed(self) -> None:
-        """Inside the context: until the engine has told every bill, or can no longer, or the client hung up."""
+        """Wait inside the context until every bill has arrived, cannot arrive any more, or the client disconnected."""
         if self._hangup is not None:
             bills = asyncio.ensure_future(self._settled.wait())
             await asyncio.wait((bills, self._hangup), return_when=asyncio.FIRST_COMPLETED)
             bills.cancel()
 
     async def settled(self, limit_s: float) -> None:
-        """After the context: the same, with nobody waiting for it but the log."""
+        """The same after the context; only the access log waits for it."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._settled.wait(), limit_s)
 
@@ -153,7 +152,7 @@ class ChoiceStreams:
         return self
 
     async def __anext__(self) -> list[TextDelta]:
-        """What has arrived since the last time, at least one delta."""
+        """All deltas since the last call, at least one."""
         deltas: list[TextDelta] = []
         while not deltas:
             if self._error is not None:
@@ -163,7 +162,7 @@ class ChoiceStreams:
             if not self._box:
                 self._waiting = asyncio.get_running_loop().create_future()
                 await self._waiting
-            while self._box and self._open and self._error is None:  # what comes after a whole answer does not spoil it
+            while self._box and self._open and self._error is None:  # an error after a complete answer is ignored
                 deltas += self._take(self._box.popleft())
         return deltas
 
@@ -189,7 +188,7 @@ class ChoiceStreams:
     def _read(self, index: int, burst: TokenBurst) -> list[TextDelta]:
         reader = self.readers[index]
         if reader.finish is not None:
-            return []  # it ran on after a stop string, or arrived together with the cancel
+            return []  # tokens after a stop string or a cancel are dropped
         delta = reader.read(burst)
         if delta.rescheduled is not None and self._carried:
             self._error = NotCarried(delta.rescheduled.fault, [one.token_ids for one in self.readers])
@@ -205,7 +204,7 @@ class ChoiceStreams:
 
     def _heard(self, index: int, news: TokenBurst | Exception) -> None:
         if not self._unsettled:
-            return  # nobody wants to know any more
+            return  # already closed
         if isinstance(news, Exception):
             self._put(news)
         else:
@@ -224,7 +223,7 @@ class ChoiceStreams:
 
 
 def _abandon(asked: asyncio.Future[list[TokenStream]]) -> None:
-    """Whoever waited is gone: what was accepted in that very moment must not run on for nobody."""
+    """Abort streams that were accepted at the moment the client left."""
     if asked.done() and not asked.cancelled() and asked.exception() is None:
         for stream in asked.result():
             stream.abort()

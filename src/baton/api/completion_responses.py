@@ -1,4 +1,4 @@
-"""How completion answers look: `text_completion`, whole and streamed alike."""
+"""Completion responses: `text_completion`, whole and streamed."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class CompletionWriter:
         }
 
     def _alternatives(self, item: TokenLogprob) -> dict[str, float]:
-        """The chosen token is always among them."""
+        """Top log-probabilities by token text; the chosen token is always included."""
         return {self._text(token): logprob for token, logprob in (*item.top, (item.token, item.logprob))}
 
     def _text(self, token: int) -> str:

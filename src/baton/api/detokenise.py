@@ -1,4 +1,4 @@
-"""Token ids to text, piece by piece as they arrive.
+"""Incremental detokenisation.
 
 Promises that the deltas, put together, are the same text however the ids were cut into bursts, and that no character
 is shown before all of its bytes are there. Two ways, chosen by what the tokenizer's decoder is made of:
@@ -30,10 +30,10 @@ _CONTEXT_TOKENS = 6
 
 class Detokenizer(Protocol):
     def push(self, ids: Sequence[int]) -> str:
-        """The text that these ids settle."""
+        """The text that is final after these ids."""
 
     def flush(self) -> str:
-        """What is left at the end, unreadable bytes as U+FFFD."""
+        """The remaining text at the end; invalid bytes become U+FFFD."""
 
 
 def _byte_level_alphabet() -> dict[str, int]:
@@ -65,7 +65,7 @@ def _fallback_piece(token: str) -> bytes:
 
 @dataclass(slots=True)
 class TokenBytes:
-    """The bytes of each token id, worked out on first use."""
+    """The bytes of each token id, computed on first use."""
 
     tokenizer: Tokenizer
     spell: Callable[[str], bytes]
@@ -87,7 +87,7 @@ _FALLBACK = [_REPLACE_METASPACE, {"type": "ByteFallback"}, {"type": "Fuse"}]
 
 
 def pieces_of(tokenizer: Tokenizer) -> TokenBytes | None:
-    """How to spell each token in bytes, or None where the decoder is not one that works token by token."""
+    """The bytes of each token, or None when the tokenizer's decoder does not work token by token."""
     if tokenizer.decoder is None:
         return None
     decoder = json.loads(tokenizer.decoder.__getstate__())
@@ -140,7 +140,7 @@ class WindowDetokenizer:
     def _push_one(self, token_id: int) -> str:
         self._pending.append(token_id)
         delta = self._unsettled()
-        # An empty delta is held too: a context without text could not tell a first space from a middle one.
+        # An empty delta is kept pending too: a context without text cannot tell a leading space from an inner one.
         if (not delta or delta.endswith(_BAD)) and len(self._pending) < _WINDOW_TOKENS:
             return ""
         return self._settle(delta)

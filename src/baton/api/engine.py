@@ -1,4 +1,4 @@
-"""What the HTTP surface needs of an engine: the protocol that `node` implements and tests can implement in memory."""
+"""The engine interface of the HTTP API, implemented by `node` and `router` and by in-memory fakes in tests."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from baton.core.engine.request import FinishReason, Submission
 from baton.core.handover.faults import PdFault
 
 ROUTER = "router"
-"""The role of one that computes nothing."""
+"""Role of a router, which computes nothing."""
 UNKNOWN_CONTEXT = 2**31 - 1
-"""Of an engine that cannot say yet how long a sequence may be."""
+"""Context length reported by a router before any instance has joined."""
 
 
 class EngineDead(Exception):
-    """The engine is gone; the message says why. Every open request ends with it."""
+    """The engine has stopped; the message says why. Every open request ends with this error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,51 +34,51 @@ class TokenLogprob:
 class StreamEnd:
     reason: FinishReason
     cached_tokens: int
-    """Prompt tokens that the prefix cache already had."""
+    """Prompt tokens found in the prefix cache."""
     bill: Bill = field(default_factory=Bill)
     fault: PdFault | None = None
-    """With the reason RESCHEDULE."""
+    """Set with the finish reason RESCHEDULE."""
     places: tuple[str, ...] = ()
-    """Instances that had it, one after the other, where a router carried it."""
+    """Names of the instances that ran it, in order; only from a router."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBurst:
-    """Tokens that arrived together. `ended` is set on the last burst of a stream, which may carry no token."""
+    """Tokens that arrived together. The last burst of a stream has `ended` and may have no token."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
-    """One for each token when asked for, else empty."""
+    """One per token when requested, else empty."""
     ended: StreamEnd | None
     cached_tokens: int | None = None
-    """As in `StreamEnd`, but early: an answer cut off by a stop string need not wait for its end. None: not known yet."""
+    """As in `StreamEnd`, available before the end for answers cut by a stop string. None: not known yet."""
 
 
 Sink = Callable[[TokenBurst | Exception], None]
 
 
 class TokenStream(Protocol):
-    """The tokens of one submission. Losing interest before the end must be followed by `abort`."""
+    """The tokens of one submission. Call `abort` to stop reading before the end."""
 
     def pour(self, sink: Sink) -> None:
-        """Give it every burst from the first one on, as it comes, up to the one with `ended`, or the error that ends it.
+        """Call back with every burst from the first to the one with `ended`, or with the error that ends the stream.
 
-        Called once. Not awaited for: a token that had to wake a task for each hop would cost more than all else done to it.
+        Called once. Callbacks instead of awaiting: waking a task for every hop of a token would be the largest cost of it.
         """
 
     def stop(self, keep: int) -> None:
-        """A stop string was found: the answer ends after `keep` tokens. Idempotent.
+        """End the answer after `keep` tokens, since a stop string was found. Idempotent.
 
-        Later bursts mean nothing but for the one with `ended`, which always comes and has the bill.
+        Later bursts are ignored, except the one with `ended`, which always comes and has the bill.
         """
 
     def abort(self) -> None:
-        """The client is gone. Idempotent, and a no-op after the end. As after `stop`, a burst with `ended` still comes."""
+        """Cancel. Idempotent, and a no-op after the end. As after `stop`, a burst with `ended` still comes."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Facts about the model and the engine that requests are checked against. They may change while it lives."""
+    """Limits of the model and the engine that requests are checked against. They may change at run time."""
 
     context_tokens: int
     vocabulary: int
@@ -86,13 +86,13 @@ class EngineInfo:
     blocks: int
     block_size: int
     carries: bool = False
-    """A fleet behind a router: what is open survives its instances, and the router too. So events carry ids by which a
-    client goes on after a restart; and an attempt that ends early has been tried everywhere, which is an error."""
+    """Whether this is a router: open requests survive their instances and a restart of the router. Events then have ids
+    for resuming, and an attempt that ends early is an error, since every instance was tried."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gauges:
-    """What `/metrics` and the access log show of the engine, all read at one moment."""
+    """Engine state shown by `/metrics` and the access log, read at one moment."""
 
     scheduler: SchedulerGauges = field(default_factory=SchedulerGauges)
     drafts: DraftGauges = field(default_factory=DraftGauges)
@@ -101,7 +101,7 @@ class Gauges:
     role: str = "mixed"
     victim_policy: str = ""
     fleet_preemptions: int | None = None
-    """Of all instances behind a router, whatever their cause; None where this is no router."""
+    """Preemptions on all instances behind a router, of any cause; None for a single engine."""
 
     @property
     def preemptions(self) -> dict[str, int]:
@@ -115,9 +115,9 @@ class Engine(Protocol):
     def info(self) -> EngineInfo: ...
 
     async def submit(self, group: Sequence[Submission], origin: OriginalRequest | None = None) -> list[TokenStream]:
-        """Accept all of the group or raise `Refused`; raises EngineDead when there is nobody to accept.
+        """Accept the whole group or raise `Refused`; raises EngineDead when the engine has stopped.
 
-        `origin` is for an engine that may have to answer for the request in another process.
+        `origin` lets a router restore the request after a restart.
         """
 
     @property
@@ -129,4 +129,4 @@ class Engine(Protocol):
 
     @property
     def gauges(self) -> Gauges:
-        """Cheap: it is read at every scrape and at every finished request."""
+        """Must be cheap: read at every scrape and every finished request."""

@@ -32,12 +32,12 @@ _ADVICE = {RefusalCode.WRONG_ROLE: "send it to an instance of the role decode or
 _REFUSAL_TYPE = {429: "rate_limit_error", 503: "service_unavailable_error"}
 _RETRY_AFTER_S = 1
 _MESSAGE_CHARS_MAX = 1000
-"""A hostile body is never echoed whole in the error that refuses it."""
+"""Longest error message; a hostile body is never echoed whole."""
 
 
 @dataclass(eq=False)  # not frozen: Python writes tracebacks into exceptions
 class ApiError(Exception):
-    """An answer that is an error. Raised anywhere below a route, rendered in one place."""
+    """An error response. Raised anywhere below a route, rendered by one handler."""
 
     status: int
     message: str
@@ -46,7 +46,7 @@ class ApiError(Exception):
     code: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
     details: Mapping[str, object] = field(default_factory=dict)
-    """What the error object has beside the usual, or instead of it."""
+    """Further fields of the error object; they override the usual ones."""
 
     def body(self) -> bytes:
         usual = {"message": shortened(self.message), "type": self.type, "param": self.param, "code": self.code}
@@ -65,7 +65,7 @@ def invalid(param: str | None, message: str, code: str | None = "invalid_value")
 
 
 class InternalField(ApiError):
-    """A client set what only a router and its instances say to each other. Counted: nobody does so by accident."""
+    """A client set a field that only a router may send to its instances. Counted in a metric."""
 
     def __init__(self, name: str) -> None:
         self.field = name
@@ -78,7 +78,7 @@ def unsupported(param: str, message: str) -> ApiError:
 
 
 def refused(refusal: Refusal, param: str | None) -> ApiError:
-    """The engine's refusal. `param` is the prompt's field, which the engine does not know the name of."""
+    """The error for an engine's refusal. `param` is the name of the prompt field, unknown to the engine."""
     status = _REFUSAL_STATUS.get(refusal.code, 400)
     headers = {}
     if status in (429, 503):
@@ -95,7 +95,7 @@ def engine_dead(reason: str) -> ApiError:
 
 
 def not_carried(fault: PdFault, token_ids: list[list[int]] | None) -> ApiError:
-    """A router found no instance that could bring a request to its end. `token_ids`, by choice, only where asked for."""
+    """No instance could finish the request. `token_ids` by choice, only when the client asked for token ids."""
     details: dict[str, object] = {"code": int(fault.code), "stage": fault.stage.value, "retryable": True}
     if token_ids is not None:
         details["generated_token_ids"] = token_ids
@@ -104,7 +104,7 @@ def not_carried(fault: PdFault, token_ids: list[list[int]] | None) -> ApiError:
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """The first failure of a body, under the name that the client knows the field by."""
+    """The error for the first invalid field, named as in the client's JSON."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     param = field_path(first["loc"])
     where = f"'{param}': " if param else ""

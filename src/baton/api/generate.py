@@ -1,8 +1,8 @@
-"""Answering: a prepared body is submitted as one group and its answer sent, whole or as server-sent events.
+"""Generation: submits a prepared request as one group and sends the response, whole or as server-sent events.
 
-A refusal or a dead engine before the first byte is an error status. After it, a stream gets one `error` event in the
-same shape and closes without `[DONE]`: a broken answer never looks like a whole one. A client that hangs up aborts
-every choice of its body. However an accepted request ends, the access log gets one line for it.
+A refusal or a dead engine before the first byte is an error status. After it, a stream gets one `error` event with the same
+object and ends without `[DONE]`, so that a broken answer never looks complete. A disconnect aborts every choice. Every
+accepted request gets one line in the access log, however it ends.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ from baton.core.engine.request import FinishReason
 from baton.core.errors import Refused
 
 CLIENT_CLOSED = 499
-"""Nobody reads it; it is what the access log and the metrics show."""
+"""Status in the access log and the metrics when the client disconnected; never sent."""
 LATE_BILL_S = 60.0
-"""How long the access log waits for what an answer cost whose end the engine has yet to tell."""
+"""Seconds that the access log waits for the bill of an answer that ended before the engine reported it."""
 
 
 class GenerationService:
-    """Owns the open requests of one engine."""
+    """Submits requests, tracks the open ones and writes their access log lines."""
 
     def __init__(self, engine: Engine, metrics: Metrics) -> None:
         self.open = OpenRequests()
         self._engine = engine
         self._metrics = metrics
         self._late: dict[asyncio.Task[None], None] = {}
-        """Lines of the access log that wait for a bill; asyncio itself holds tasks only weakly."""
+        """Tasks whose access log line waits for a bill; kept here since asyncio references tasks weakly."""
 
     async def accept(self, prepared: PreparedRequest, receive: ReceiveMessage) -> GenerationRun:
-        """Submit it. Raises an ApiError where it is not accepted."""
+        """Submit the request. Raises ApiError when it is not accepted."""
         carries = self._engine.info.carries
         answer = ChoiceStreams(prepared.readers, carries)
         self.open.claim(prepared.asker, answer)
@@ -69,7 +69,7 @@ class GenerationService:
     async def resume(
         self, prepared: PreparedRequest, marks: StreamPositions, unclaimed: UnclaimedRequests, receive: ReceiveMessage
     ) -> GenerationRun:
-        """Go on with an orphan after what its client has of it."""
+        """Resume an unclaimed request after the last event that its client received."""
         self.open.check_unread(prepared.asker)
         answer = ChoiceStreams(prepared.readers, carried=True)
         self.open.claim(prepared.asker, answer)
@@ -90,7 +90,7 @@ class GenerationService:
         if run.answer.is_settled:
             finished.log(bill_of(run.prepared.readers), places_of(run.prepared.readers))
             return
-        # Cut by a stop string or by its client: the engine tells the cost a step later, which no client waits for.
+        # Cut by a stop string or by its client: the engine reports the bill a step later. The client does not wait for it.
         task = asyncio.create_task(_log_late(finished, run))
         self._late[task] = None
         task.add_done_callback(self._late.pop)
@@ -108,7 +108,7 @@ async def _claimed(prepared: PreparedRequest, marks: StreamPositions, unclaimed:
 
 
 class GenerationRun:
-    """One answer under way. With `marks`, its events carry ids, and what the client has by them is not sent again."""
+    """One answer in progress. With `marks`, events have ids, and events that the client already has are skipped."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class GenerationRun:
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[ChoiceStreams]:
-        """However it is left, the id is free again and nothing of it stays in the engine."""
+        """On exit, for any reason, the request id is released and open streams are aborted."""
         cut_short, status = FinishReason.ERROR, 500
         try:
             with _as_api_error(self.prepared):
@@ -170,7 +170,7 @@ class GenerationRun:
 
 @contextmanager
 def _as_api_error(prepared: PreparedRequest) -> Iterator[None]:
-    """What can end a request, as its client is told it."""
+    """Translate engine errors into ApiError."""
     try:
         yield
     except EngineDead as death:
@@ -194,7 +194,7 @@ async def whole(run: GenerationRun) -> Response:
 
 
 class EventStream(Response):
-    """Server-sent events, sent as they are made: all that has arrived goes out in one write."""
+    """A stream of server-sent events; all deltas that have arrived go out in one write."""
 
     media_type = "text/event-stream"
 

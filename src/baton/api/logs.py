@@ -1,10 +1,9 @@
-"""What an operator reads while a server runs: one line for each finished request, one a second for the engine's state.
+"""Log lines of a running server: one per finished request, one per second for the engine's state.
 
-Owns the loggers `baton.access` and `baton.engine` and the shape of their lines: `name=value`, always the same names in the
-same order; only `leased`, `receiving` and `leaving`, which most instances never have, are left out while they are 0, and
-`drafts` and `accepted` (since the line before) where nothing was ever guessed. A
-router, which computes nothing, says of a request where it was instead of what state it is in. Promises to format nothing
-while the level hides it. Does not know where lines go: whoever starts a server decides that.
+Owns the loggers `baton.access` and `baton.engine` and the format of their lines: `name=value`, the same names in the same
+order. `leased`, `receiving` and `leaving` are omitted while they are 0, `drafts` and `accepted` (since the previous line)
+while there were no drafts. A router logs the instances of a request instead of the engine's state. Nothing is formatted
+while the level hides it. Handlers are configured by the process that starts the server.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _ENDED = _HEAD + "finish=%s prompt=%d completion=%d cached=%d %s %s"
 _REFUSED = _HEAD + "error=%s %s"
 _BILL = "preemptions=%d recomputed=%d restored=%d queue_ms=%.1f prefill_ms=%.1f decode_ms=%.1f"
 FINISHES_MAX = 4
-"""Of more choices it is only said how many ended in which way."""
+"""With more choices than this, finish reasons are counted instead of listed."""
 _CARRIED = "instance=%s moves=%d"
 _NO_BILL = "preemptions=- recomputed=- restored=- queue_ms=- prefill_ms=- decode_ms=-"
 
@@ -44,7 +43,7 @@ class _State(NamedTuple):
     receiving: int
     leaving: int
     ratio: float | None
-    """None: of a router."""
+    """None for a router."""
 
     @property
     def is_busy(self) -> bool:
@@ -78,14 +77,14 @@ def _finishes(finishes: Sequence[str]) -> str:
 
 
 def _whereabouts(places: Sequence[Sequence[str]]) -> str:
-    """Who had a body's choices last, and how often one of them moved."""
+    """The last instance of each choice, and how often choices moved."""
     last = dict.fromkeys(visited[-1] for visited in places if visited)
     return _CARRIED % (",".join(last) or "-", sum(max(0, len(visited) - 1) for visited in places))
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedRequest:
-    """A request that was accepted and is over, with the engine's state at that moment."""
+    """A finished request and the engine's state at its end."""
 
     request_id: str
     path: str
@@ -97,9 +96,9 @@ class FinishedRequest:
     gauges: Gauges
 
     def log(self, bill: Bill | None, places: Sequence[Sequence[str]] = ()) -> None:
-        """`bill` is None where the engine did not tell it; the line then has `-` in its place.
+        """`bill` is None when the engine did not report it; the line then has `-` instead.
 
-        `places`: by choice, the instances that had it.
+        `places`: by choice, the instances that ran it.
         """
         paid = _NO_BILL
         if bill is not None:
@@ -121,7 +120,7 @@ class FinishedRequest:
 
 @contextmanager
 def refusals_logged(engine: Engine, request_id: str, path: str) -> Iterator[None]:
-    """A request that ends inside, before it is accepted, gets its line here."""
+    """Log a request that is refused inside the block."""
     try:
         yield
     except ApiError as error:
@@ -133,7 +132,7 @@ def refusals_logged(engine: Engine, request_id: str, path: str) -> Iterator[None
 
 
 class StateLog:
-    """Told the time again and again, it logs the engine's state: while there is work, and once after every change."""
+    """Logs the engine's state at every call while there is work, and once after every change."""
 
     def __init__(self, engine: Engine, tokens_given: Callable[[], int], now_s: float) -> None:
         self._engine = engine

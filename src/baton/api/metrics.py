@@ -127,7 +127,7 @@ class _EngineCollector(Collector):
     def _preemptions(self, gauges: Gauges) -> Metric:
         labels = ["cause", "policy", "model_name"]
         family = CounterMetricFamily("baton_num_preemptions", "Requests sent back to the queue", labels=labels)
-        # All from the start: a rate over a series that is not there yet misses its first event.
+        # All labels from the start: a rate over a missing series misses its first event.
         for cause, count in gauges.preemptions.items():
             family.add_metric([cause, gauges.victim_policy, self._model], count)
         return family
@@ -150,7 +150,7 @@ class Metrics:
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of accepted requests", model)
         self._generation_tokens = self._counter("generation_tokens", "Tokens given to clients", model)
         self.tokens_given = 0
-        """The same count, for who reads it without scraping."""
+        """The same count, readable without a scrape."""
         self.first_token_s = self._histogram("time_to_first_token_seconds", "Arrival to first token", _FIRST_TOKEN_S, model)
         self.per_token_s = self._histogram(
             "time_per_output_token_seconds", "Between tokens after the first", _PER_TOKEN_S, model
@@ -164,7 +164,7 @@ class Metrics:
         self._refused_fields = self._labelled("refused_fields", "Bodies with a field that only routers may set", ["field"])
 
     def add(self, collector: Collector) -> None:
-        """What somebody else counts is shown on the same page."""
+        """Add a collector to the same page."""
         self._registry.register(collector)
 
     def _labelled(self, name: str, help_text: str, labels: list[str]) -> Counter:
@@ -196,7 +196,7 @@ class Metrics:
 
 
 class AnswerTimes:
-    """The clock of one body's choices: told each delta, it fills the histograms."""
+    """Observes the latency histograms for the choices of one request."""
 
     def __init__(self, metrics: Metrics, arrived_s: float, prompt_lengths: Iterable[int], choices: int) -> None:
         self._metrics = metrics
@@ -219,12 +219,12 @@ class AnswerTimes:
             self._metrics.request_output_tokens.observe(self._tokens[delta.index])
 
     def passed(self, delta: TextDelta) -> None:
-        """Its client had this delta before: it is neither timed nor counted."""
+        """A delta that the client already has: neither timed nor counted."""
         self._last[delta.index] = time.perf_counter()
         self._open -= delta.finish is not None
 
     def close(self, reason: FinishReason) -> None:
-        """No more deltas come. Choices that are still open were cut short for this reason."""
+        """No more deltas. Choices still open end with this reason."""
         for _ in range(self._open):
             self._metrics.count_end(reason)
         self._open = 0

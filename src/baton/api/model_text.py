@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 def first_given(*values: T | None) -> T | None:
-    """The first that is not None: 0 and false are values."""
+    """The first value that is not None."""
     return next((value for value in values if value is not None), None)
 
 
@@ -58,7 +58,7 @@ class TemplateRefused(BatonError):
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """Used where a request does not say. None: the neutral value."""
+    """Defaults for fields absent from a request. None: the neutral value."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -67,7 +67,7 @@ class SamplingDefaults:
     repetition_penalty: float | None = None
 
     def over(self, other: SamplingDefaults) -> SamplingDefaults:
-        """These, and the other's where these do not say."""
+        """These values, completed by `other` where they are None."""
         return SamplingDefaults(
             temperature=first_given(self.temperature, other.temperature),
             top_p=first_given(self.top_p, other.top_p),
@@ -109,7 +109,7 @@ class ModelText:
 
     @property
     def vocabulary(self) -> int:
-        """Ids that the tokenizer knows; a model may have more."""
+        """Number of token ids of the tokenizer; the model may have more."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -118,12 +118,12 @@ class ModelText:
         return encoded.ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
-        """The text of a whole sequence, by the same rule as when it is streamed."""
+        """The text of a whole sequence, equal to the concatenated stream."""
         detokenizer = self.detokenizer(skip_special=skip_special)
         return detokenizer.push(ids) + detokenizer.flush()
 
     def detokenizer(self, context: Sequence[int] = (), skip_special: bool = True) -> Detokenizer:
-        """A fresh one. `context` is what the text continues: it decides about a first space and is not shown."""
+        """A new detokenizer. `context` precedes the text: it decides about a leading space and is not part of the output."""
         hidden = self._special if skip_special else frozenset[int]()
         if self._pieces is None:
             return WindowDetokenizer(self._decode_raw, hidden, context)
@@ -136,7 +136,7 @@ class ModelText:
         return self._decode_raw([token_id]).encode()
 
     def token(self, token_id: int) -> str:
-        """The tokenizer's own name of an id."""
+        """The tokenizer's string for an id."""
         return self._tokenizer.id_to_token(token_id) or ""
 
     def render_chat(
@@ -146,7 +146,7 @@ class ModelText:
             raise TemplateRefused("this model has no chat template; use /v1/completions or set one")
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        variables: dict[str, Any] = {**self._special_tokens, **extra}  # free-form: they are the template's own
+        variables: dict[str, Any] = {**self._special_tokens, **extra}  # free-form: defined by the template
         try:
             rendered: Sequence[object] = render_jinja_template(
                 conversations=[[dict(message) for message in messages]],

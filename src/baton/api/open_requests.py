@@ -35,7 +35,7 @@ class OpenRequests:
             raise ApiError(409, message, param="X-Request-Id", code="duplicate_id")
 
     def check_unread(self, asker: RequestOwner) -> None:
-        """For one who wants to go on with an answer."""
+        """Raises when an answer with this id is being read; checked before a stream is resumed."""
         if asker in self._open:
             message = (
                 f"The answer '{asker.request_id}' is still being read by another connection; resume once that is closed"
@@ -47,7 +47,7 @@ class OpenRequests:
 
     @contextmanager
     def released_on_error(self, asker: RequestOwner) -> Iterator[None]:
-        """Whatever fails inside frees the id; success leaves it claimed."""
+        """Release the id when the block raises; keep it claimed otherwise."""
         done = False
         try:
             yield

@@ -1,4 +1,4 @@
-"""What `/openapi.json` says. Bodies are parsed by `schema.parse`, not by FastAPI, so their schemas are put in here."""
+"""The OpenAPI document. Bodies are parsed by `schema.parse`, not by FastAPI, so their schemas are added here."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ METRICS = RouteDescription(
 
 
 def install(app: FastAPI, secured: bool) -> None:
-    """Make the app describe itself with our bodies; made once, on first use."""
+    """Replace the app's OpenAPI document; built once, on first use."""
 
     def describe() -> Json:
         if app.openapi_schema is None:

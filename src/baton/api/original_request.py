@@ -1,8 +1,8 @@
-"""A client's request as it was asked for: enough to prepare the very same answer again, in another process.
+"""A client's request as received: enough to reproduce its response in another process.
 
-Owns its bytes, which travel with the request and come back to a router that was restarted. Everything in an answer that is
-not a token follows from it: the seed that was drawn, the time that answers show, whose request it is. Decoding is bounded
-and checks everything: the bytes come from another process.
+Owns the encoding, which instances keep with the request and return to a restarted router. It determines everything in a
+response except the tokens: the drawn seed, the creation time, the owner. Decoding is bounded and validates everything, since
+the bytes come from another process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _INT63_MAX = 2**63 - 1
 
 
 class BadOrigin(BatonError):
-    """Bytes that are no origin of this version."""
+    """Bytes that do not decode to an OriginalRequest of this version."""
 
 
 class OriginalRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -29,7 +29,7 @@ class OriginalRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, a
     tenant: Annotated[str, Meta(max_length=64)]
     request_id: Annotated[str, Meta(min_length=1, max_length=128)]
     seed: Annotated[int, Meta(ge=0, le=_INT63_MAX)]
-    """For a body that names none."""
+    """Seed used when the body has none."""
     created_s: Annotated[int, Meta(ge=0, le=_INT63_MAX)]
 
     def encode(self) -> bytes:

@@ -1,7 +1,7 @@
-"""From a client's request to everything that is needed to answer it. Runs in a thread: tokenising can be long.
+"""Prepares a client's request: validation, chat template, tokenising, submissions. Runs in a thread: tokenising can be long.
 
-What is prepared follows from the origin alone, but for the model and the engine's facts: prepared again, in another process,
-it is the same. Asks nothing of the engine, keeps nothing.
+The result depends only on the OriginalRequest, the model and the engine's limits, so another process prepares the same.
+Stateless; does not call the engine.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ class PreparedRequest:
     origin: OriginalRequest
     asker: RequestOwner
     arrived_s: float
-    """By the clock of `time.perf_counter`."""
+    """`time.perf_counter` at arrival."""
     group: list[Submission]
     prompt_ids: Sequence[Sequence[int]]
     readers: list[ChoiceReader]
     writer: ResponseWriter
     stream: bool
     include_usage: bool
-    """A stream ends with a usage chunk."""
+    """Whether a stream ends with a usage chunk."""
     baton_usage: bool
-    """The usage carries the bill."""
+    """Whether `usage.baton` has the bill."""
     return_token_ids: bool
     prompt_field: str
 
@@ -60,7 +60,7 @@ class PreparedRequest:
 class RequestPreparer:
     text: ModelText
     policy: Callable[[], RequestRules]
-    """Asked for each body: an engine's facts may change while it lives."""
+    """Called for each body, since an engine's limits may change at run time."""
     model_names: tuple[str, ...]
 
     def prepare(self, origin: OriginalRequest) -> PreparedRequest:
@@ -77,7 +77,7 @@ class RequestPreparer:
         prompt_ids = [self.chat_ids(body, body.messages)]
         group = group_of(body, prompt_ids, self.policy(), asker, origin.seed)
         heading = self._heading("chatcmpl", body, origin, prompt_ids)
-        # An answer is a text of its own, so its first space is not a gap to the prompt.
+        # A chat answer is a text of its own, so its leading space does not continue the prompt.
         readers = self._readers(body, group, [()], offsets=[0])
         writer = ChatWriter(heading, self.text.piece, bool(body.logprobs))
         return _prepared(body, origin, now_s, group, prompt_ids, readers, writer)
@@ -172,12 +172,12 @@ def _prepared(
 
 
 def _includes_usage(body: GenerateBody) -> bool:
-    """Who asks for the bill wants the chunk that carries it."""
+    """True also when the bill is requested, since the usage chunk has it."""
     return bool(body.baton_usage or (body.stream_options and body.stream_options.include_usage))
 
 
 def _plain(message: ChatMessage) -> dict[str, str]:
-    """As templates want it: no nulls, and the role that they know for `developer`."""
+    """The message for a chat template: without nulls, and with role `system` for `developer`."""
     role = "system" if message.role == "developer" else message.role
     plain = {"role": role, "content": message.content or ""}
     return plain if message.name is None else plain | {"name": message.name}

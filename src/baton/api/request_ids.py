@@ -1,7 +1,7 @@
-"""The outermost ring: every response carries an X-Request-Id, every request is counted.
+"""The outermost middleware: every response has an X-Request-Id, every request is counted.
 
-A client's own id is used if it is sane (1 to 128 letters, digits, `.`, `_`, `-`), else a fresh one is made. Routes that
-generate text insist: they refuse an id that is not sane, since the client means to cancel by it.
+A client's own id is used if it is valid (1 to 128 letters, digits, `.`, `_`, `-`), else a new one is made. Routes that
+generate text refuse an invalid id, since the client could not cancel by it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RequestIdMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                # Looked up only now: a ring inside may know that this is the answer of an earlier request.
+                # Read only now: an inner middleware may have replaced the id with that of a resumed request.
                 MutableHeaders(scope=message)[HEADER] = scope["state"]["request_id"]
             await send(message)
 
@@ -54,7 +54,7 @@ def _path_label(scope: Scope) -> str:
 
 
 def asker_of(request: Request) -> RequestOwner:
-    """Who asks, under which id; a 400 where the client's own id cannot be used."""
+    """The tenant and request id of a request; raises a 400 when the client's id is invalid."""
     given = request.headers.get(HEADER)
     if given is not None and not is_sane_id(given):
         raise invalid(HEADER, f"{HEADER} must be 1 to 128 letters, digits, '.', '_' or '-'")

@@ -1,4 +1,4 @@
-"""What chat and completion answers have in common on the wire: usage, whole choices, server-sent events.
+"""Parts that chat and completion responses share: usage, whole choices, server-sent events.
 
 Events are put together from bytes that are made once per answer and the few values that change; a model object for
 each chunk would cost more than everything else in the front end.
@@ -27,7 +27,7 @@ FINISH = {None: NULL} | {reason: encode(reason.value) for reason in FinishReason
 
 @dataclass(frozen=True, slots=True)
 class ResponseHeader:
-    """What every chunk of an answer repeats."""
+    """Fields repeated in every chunk of a response."""
 
     id: str
     created_s: int
@@ -43,7 +43,7 @@ class ResponseHeader:
 
 @dataclass(slots=True)
 class WholeChoice:
-    """A choice gathered to be sent whole."""
+    """A choice collected for a response that is not streamed."""
 
     text: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -61,15 +61,15 @@ class WholeChoice:
         self.rescheduled = delta.rescheduled
 
     def shown(self, echo: str = "") -> str:
-        """Half an answer is not shown as text: whoever goes on from its token ids will show it whole."""
+        """Empty for a rescheduled attempt: its token ids are continued elsewhere, and the text is produced there."""
         return echo + "".join(self.text) if self.rescheduled is None else ""
 
 
 class ResponseWriter(Protocol):
-    """How one kind of answer looks. An event may be empty: then nothing is sent."""
+    """Formats one kind of response. An empty event is not sent."""
 
     def opening(self, delta: TextDelta) -> bytes:
-        """An event of its own before the first delta of a choice."""
+        """An event sent before the first delta of a choice."""
 
     def event(self, delta: TextDelta) -> bytes: ...
 
@@ -79,7 +79,7 @@ class ResponseWriter(Protocol):
 
 
 def usage_of(prompt_ids: Sequence[Sequence[int]], readers: Sequence[ChoiceReader]) -> dict[str, object]:
-    """A prompt counts once however many choices it has; what the cache had of it is its first choice's."""
+    """Usage of a request. A prompt counts once for all its choices; cached tokens are those of its first choice."""
     n = len(readers) // len(prompt_ids)
     prompt = sum(len(ids) for ids in prompt_ids)
     completion = sum(reader.tokens for reader in readers)
@@ -92,9 +92,9 @@ def usage_of(prompt_ids: Sequence[Sequence[int]], readers: Sequence[ChoiceReader
 
 
 def bill_of(readers: Sequence[ChoiceReader]) -> Bill | None:
-    """What a body cost: counts are summed over its choices; of each time the longest, since choices run side by side.
+    """The bill of a request: counts are summed over choices, times are the maximum, since choices run concurrently.
 
-    None where the engine did not tell a choice's bill, because it died first: a sum without it would be wrong.
+    None when a choice has no bill because the engine stopped first, since the sum would be wrong.
     """
     bills = [reader.bill for reader in readers if reader.bill is not None]
     if len(bills) < len(readers):
@@ -114,7 +114,7 @@ def bill_of(readers: Sequence[ChoiceReader]) -> Bill | None:
 
 
 def bill_fields(bill: Bill | None) -> dict[str, object] | None:
-    """A bill as `usage.baton` shows it."""
+    """The fields of `usage.baton`."""
     if bill is None:
         return None
     counts = ("cached_tokens", "computed_tokens", "recomputed_tokens", "restored_tokens", "preemptions", "attempts")
@@ -128,12 +128,12 @@ def bill_fields(bill: Bill | None) -> dict[str, object] | None:
 
 
 def places_of(readers: Sequence[ChoiceReader]) -> list[tuple[str, ...]]:
-    """By choice: the instances that had it, one after the other."""
+    """By choice: names of the instances that ran it, in order."""
     return [reader.places for reader in readers]
 
 
 def rescheduled_fields(rescheduled: RescheduledAttempt) -> dict[str, object]:
-    """What a choice has beside the usual when its attempt ended early."""
+    """Further fields of a choice whose attempt was rescheduled."""
     fault, ids = rescheduled.fault, rescheduled.token_ids
     error = {
         "message": shortened(fault.message),
@@ -146,7 +146,7 @@ def rescheduled_fields(rescheduled: RescheduledAttempt) -> dict[str, object]:
 
 
 def rescheduled_bytes(rescheduled: RescheduledAttempt | None) -> bytes:
-    """The same, to be put behind the last field of a choice."""
+    """The same as JSON bytes, appended after the last field of a choice."""
     return b"" if rescheduled is None else b"," + encode(rescheduled_fields(rescheduled))[1:-1]
 
 
@@ -155,7 +155,7 @@ def sse(data: bytes) -> bytes:
 
 
 def readable(piece: bytes) -> str:
-    """A token as text; as OpenAI does, one that is not a whole character is spelled in bytes."""
+    """A token as text; one that is not a whole character is written as `bytes:\\x…`, as OpenAI does."""
     try:
         return piece.decode()
     except UnicodeDecodeError:

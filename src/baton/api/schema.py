@@ -1,4 +1,4 @@
-"""The bodies that clients send, checked field by field.
+"""Request bodies, validated field by field.
 
 Types are strict (no "5" for 5, no true for 1); null means absent. What to do with fields that are not ours:
 
@@ -39,7 +39,7 @@ PROMPTS_MAX = 256
 STOP_IDS_MAX = 1024
 SALT_CHARS_MAX = 256
 PRIORITY_MAX = 1000
-"""A client may step back behind others, not ahead of them: 0, the default, is the most important."""
+"""Largest priority value. 0, the default, is the most important: clients can lower their priority, not raise it."""
 _INT32_MAX = 2**31 - 1
 _LOGGED_MAX = 64
 
@@ -93,7 +93,7 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "use_beam_search": (None, False),
     "web_search_options": (None,),
 }
-"""Features that are not there, with the values that do not ask for them."""
+"""Unsupported fields, with the values that are accepted because they request nothing."""
 IGNORED = frozenset(
     [
         "chat_template_content_format",
@@ -294,7 +294,7 @@ class StreamOptions(RequestBody):
 
 
 class GenerateBody(RequestBody):
-    """What both ways to ask for text have in common."""
+    """Fields of both chat and completion bodies."""
 
     model: str | None = None
     stream: bool | None = None
@@ -333,7 +333,7 @@ class ChatMessage(RequestBody):
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
-"""The first bad message ends the check: a body can hold a million of them."""
+"""Validation stops at the first bad message, since a body can have a million of them."""
 
 
 class ChatBody(GenerateBody):
@@ -373,7 +373,7 @@ B = TypeVar("B", bound=RequestBody)
 
 
 def parse(raw: bytes, kind: type[B], rules: tuple[Callable[[B], None], ...] = ()) -> B:
-    """The body, or an ApiError that names the field to blame."""
+    """The validated body; raises an ApiError that names the invalid field."""
     try:
         fields = from_json(raw, allow_inf_nan=False)
     except ValueError as error:

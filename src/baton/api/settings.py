@@ -11,7 +11,7 @@ from baton.core.errors import BatonError
 
 
 class BadApiSettings(BatonError):
-    """A setting of the HTTP surface that cannot work."""
+    """An invalid setting of the HTTP API."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +19,12 @@ class ApiSettings:
     served_model_names: tuple[str, ...]
     """The first is shown in answers; a request may use any of them."""
     api_keys: tuple[str, ...] = ()
-    """Empty: everybody may call, as one tenant. `GROUP:KEY` shares KV with the others of its group."""
+    """Empty: no authentication, one tenant. Keys written `GROUP:KEY` share KV within the group."""
     body_bytes_max: int = 4 << 20
     chat_template: str | Path | None = None
     """Overrides the model's own: a path to a template, or the template itself."""
     default_sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
-    """What the operator sets goes before what the model's generation_config.json says."""
+    """Overrides the model's generation_config.json."""
     allowed_origins: tuple[str, ...] = ()
     """Origins that browsers may call from (CORS); none by default."""
 

@@ -21,7 +21,7 @@ class StopScanner:
         self.hit = False
 
     def push(self, text: str) -> str:
-        """The text that may be shown now. After a hit there is nothing more to show."""
+        """The text that can be sent now; "" after a hit."""
         if self.hit or not text:
             return ""
         buffer = self._held + text
@@ -35,7 +35,7 @@ class StopScanner:
         return buffer[:safe]
 
     def flush(self) -> str:
-        """What was held back, now that no more text comes."""
+        """The text still held back at the end of the stream."""
         held, self._held = self._held, ""
         return held
 
@@ -51,7 +51,7 @@ class StopScanner:
         return start, end
 
     def _partial(self, buffer: str) -> int:
-        """The length of the longest end of `buffer` that begins some stop string."""
+        """Length of the longest suffix of `buffer` that is a prefix of a stop string."""
         return max(_overlap(buffer, stop) for stop in self._stops)
 
 

@@ -1,13 +1,13 @@
-"""How far a client's stream has come, as an event id, and what follows such an id.
+"""Event ids that say how much of a stream a client has, and resuming a stream after such an id.
 
     id: 12        one choice, of which the client has 12 tokens
     id: 12!,7     two choices; the first has ended
     id: 3,-       the second has not begun
     id: 5!.       the usage was sent too
 
-Owns the numbering of events and the skipping of what a client already has. A text does not depend on how its tokens were
-cut into bursts, so a fresh reader that was fed the same tokens is where the old one was: what it says next is exactly what
-the client has not heard. Does not know where the tokens come from.
+Owns the numbering of events and the skipping of those that a client already has. The text does not depend on how tokens
+were cut into bursts, so a new reader fed the same tokens is in the same state, and its next text is exactly what the client
+lacks. Independent of where the tokens come from.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NOT_BEGUN = "-"
 
 @dataclass(frozen=True, slots=True)
 class StreamPosition:
-    """What a client has of one choice."""
+    """How much a client has of one choice."""
 
     begun: bool = False
     tokens: int = 0
@@ -51,7 +51,7 @@ def fresh_marks(choices: int) -> StreamPositions:
 
 
 def parse_marks(text: str, choices: int) -> StreamPositions:
-    """From an event id; nothing means from the beginning. A 400 where it is no id of an answer with so many choices."""
+    """Parse an event id; "" means from the beginning. Raises a 400 when it does not fit `choices` choices."""
     text = text.strip()
     if not text:
         return fresh_marks(choices)
@@ -62,7 +62,7 @@ def parse_marks(text: str, choices: int) -> StreamPositions:
 
 
 def check_reach(marks: StreamPositions, limits: Sequence[int]) -> None:
-    """`limits`: by choice, the tokens that it can have at most. A 400 where a client says that it has more."""
+    """Raises a 400 when a position exceeds `limits`, the largest number of tokens by choice."""
     for mark, limit in zip(marks.choices, limits, strict=True):
         if mark.tokens > limit:
             message = f"{LAST_EVENT_ID} says {mark.tokens} tokens, and this answer has at most {limit}"
@@ -79,14 +79,14 @@ def _mark(part: str) -> StreamPosition:
 
 
 class EventWriter(Protocol):
-    """An answer's deltas as server-sent events. They may be empty: then nothing is sent."""
+    """Formats deltas as server-sent events. An empty event is not sent."""
 
     def of(self, delta: TextDelta) -> bytes: ...
 
     def usage(self, usage: Mapping[str, object]) -> bytes: ...
 
     def has(self, delta: TextDelta) -> bool:
-        """Whether the client has it already; to be asked before `of`."""
+        """Whether the client already has this delta. Call before `of`."""
 
 
 class PlainEvents:
@@ -104,7 +104,7 @@ class PlainEvents:
 
 
 class NumberedEvents:
-    """Events with ids, without those that the client has by its marks."""
+    """Events with ids; those before the client's marks are skipped."""
 
     def __init__(self, writer: ResponseWriter, marks: StreamPositions) -> None:
         self._writer = writer
@@ -142,9 +142,9 @@ class NumberedEvents:
 
 
 class CutStream:
-    """A stream that begins with everything from its first token on, cut where the client's copy ends.
+    """Splits a replayed stream at the position that the client has.
 
-    So no burst is in part known to the client and in part new.
+    No burst is partly known to the client and partly new.
     """
 
     def __init__(self, stream: TokenStream, mark: StreamPosition) -> None:
@@ -177,14 +177,14 @@ class CutStream:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnclaimedRequest:
-    """A request whose router was lost, with everything that was generated for it."""
+    """A request whose router was lost, with all tokens generated for it."""
 
     origin: OriginalRequest
     logprobs_from: list[int]
-    """By choice: the token from which on log-probabilities are known."""
+    """By choice: index of the first token with known log-probabilities."""
 
     def check(self, marks: StreamPositions) -> None:
-        """Where log-probabilities were asked for, those that the client lacks must be there."""
+        """Raises when requested log-probabilities are missing for tokens that the client lacks."""
         for index, (first, mark) in enumerate(zip(self.logprobs_from, marks.choices, strict=True)):
             if first > mark.tokens:
                 message = (
@@ -195,16 +195,16 @@ class UnclaimedRequest:
 
 
 class UnclaimedRequests(Protocol):
-    """Where requests wait for their clients after a router was lost."""
+    """Requests that wait for their clients after the loss of a router."""
 
     async def find(self, asker: RequestOwner) -> UnclaimedRequest | None:
-        """May take a while as long as this router is new: its instances have yet to say what they hold."""
+        """May wait while this router is starting, until its instances have reported their requests."""
 
     def claim(self, asker: RequestOwner, group: Sequence[Submission]) -> list[TokenStream]:
-        """Its streams, each from its first token on. It is no orphan any more.
+        """Remove the request from the unclaimed ones and return its streams, each from its first token on.
 
-        `group` is what was asked for: a choice that was lost together with its router begins anew.
+        `group` is the request's submissions: a choice lost together with its router is submitted again.
         """
 
     def drop(self, asker: RequestOwner) -> bool:
-        """Nobody will come for it. False where there is no such orphan."""
+        """Cancel an unclaimed request. False when there is none with this id."""

@@ -24,19 +24,19 @@ _SEED_MASK = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class RequestOwner:
-    """Who asks, under which id."""
+    """The tenant and id of a request."""
 
     tenant: str
     request_id: str
 
     def choice_id(self, index: int) -> RequestId:
-        """Unique in the engine: two tenants may use the same request id. Ids have no colon of their own."""
+        """Id unique in the engine, since two tenants may use the same request id. Request ids contain no colon."""
         owner = f"{self.tenant}:" if self.tenant else ""
         return RequestId(f"{owner}{self.request_id}:{index}")
 
 
 def salt_of(owner: str, cache_salt: str | None) -> bytes:
-    """KV is shared only among equal salts: within a tenant or its group, and within it only for the same `cache_salt`."""
+    """Salt of prefix cache keys. Equal for the same tenant or group and the same `cache_salt`; KV is shared only then."""
     if not owner and cache_salt is None:
         return b""
     inner = b"" if cache_salt is None else blake2b(cache_salt.encode(), digest_size=16).digest()
@@ -45,13 +45,13 @@ def salt_of(owner: str, cache_salt: str | None) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class RequestRules:
-    """What every body is checked against and completed with."""
+    """Limits and defaults applied to every body."""
 
     info: EngineInfo
     eos_ids: frozenset[int]
     defaults: SamplingDefaults
     kv_owners: Mapping[str, str] = field(default_factory=dict)
-    """By tenant, where that shares its KV: with whom."""
+    """Tenant → group, for tenants that share KV."""
 
 
 def group_of(

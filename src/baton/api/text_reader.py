@@ -1,12 +1,11 @@
-"""One choice's tokens read into text: detokenised, searched for stop strings, cut where the answer ends.
+"""Turns one choice's tokens into text: detokenises, finds stop strings, cuts at the end of the answer.
 
 Owns the counts that usage is made of. Promises that text, tokens and log-probabilities of a choice end together: at
 the token that completed a stop string, at a stop token (kept and counted, its text not shown), or where the engine
 ended it. Does not know HTTP nor which engine it reads from.
 
-An attempt that may go on elsewhere (RESCHEDULE) ends in the middle of a text: what its last burst would add and what is
-held back, half a character or the beginning of a stop string, is not text yet and never becomes any here. Whoever goes on
-has it all in the token ids.
+An attempt that ends with RESCHEDULE may be continued on another instance. The text of its last burst and the text held back
+(half a character, the beginning of a stop string) are not sent; the continuation has them in the token ids.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from baton.core.handover.faults import PdFault
 
 @dataclass(frozen=True, slots=True)
 class RescheduledAttempt:
-    """An attempt that ended before its answer did: why, and everything that was generated, also what was shown as text."""
+    """An attempt that ended before its answer: the fault, and all generated tokens, including those already sent as text."""
 
     fault: PdFault
     token_ids: list[int]
@@ -34,19 +33,19 @@ class RescheduledAttempt:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What one burst adds to a choice. `finish` is set on the last one."""
+    """The addition of one burst to a choice. `finish` is set on the last one."""
 
     index: int
     text: str
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
     offsets: tuple[int, ...]
-    """Where in the text each token begins; one for each entry of `logprobs`."""
+    """Text offset of each token; one per entry of `logprobs`."""
     finish: FinishReason | None
     first: bool
     """Whether this is the first delta of its choice."""
     rescheduled: RescheduledAttempt | None = None
-    """With the finish RESCHEDULE; the text is empty then."""
+    """Set with the finish reason RESCHEDULE; the text is empty then."""
 
 
 class ChoiceReader:
@@ -62,9 +61,9 @@ class ChoiceReader:
         self.index = index
         self.cached_tokens = 0
         self.bill: Bill | None = None
-        """What the choice cost; None until the engine has said how it ended, which may be after its last text."""
+        """The bill; None until the engine has reported the end, which may be after the last text."""
         self.places: tuple[str, ...] = ()
-        """Where it was, told with its bill."""
+        """Names of the instances that ran it, set with the bill."""
         self.finish: FinishReason | None = None
         self.stopped_by_string = False
         self._detokenizer = detokenizer
@@ -77,7 +76,7 @@ class ChoiceReader:
 
     @property
     def tokens(self) -> int:
-        """How many the answer has."""
+        """Number of tokens of the answer."""
         return len(self._ids)
 
     @property
@@ -104,7 +103,7 @@ class ChoiceReader:
         return self._delta(text, tokens, burst.logprobs[:kept], offsets, rescheduled)
 
     def cancel(self) -> TextDelta:
-        """The client took the request back: what is held comes out, and nothing more."""
+        """End the choice as cancelled; the delta has the text held back."""
         self.finish = FinishReason.ABORT
         return self._delta(self._flush(), (), (), ())
 
@@ -127,11 +126,11 @@ class ChoiceReader:
         return TextDelta(self.index, text, tokens, logprobs, offsets, self.finish, first, rescheduled)
 
     def _shown(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
-        """A stop token ends the answer, so only the last one can be one; its text is not part of the answer."""
+        """The tokens whose text is shown: without a final stop token."""
         return tokens[:-1] if tokens and tokens[-1] in self._stop_ids else tokens
 
     def _read_each(self, burst: TokenBurst) -> tuple[str, int, tuple[int, ...]]:
-        """Token by token: which one completed a stop string, and where each begins."""
+        """Read token by token, to find the token that completed a stop string and the offset of each."""
         shown: list[str] = []
         offsets: list[int] = []
         for count, token in enumerate(burst.tokens, 1):
@@ -151,7 +150,7 @@ class ChoiceReader:
         return shown
 
     def _flush(self) -> str:
-        """The tail. A stop string that only the tail completes still cuts the text; every token is counted then."""
+        """The text held back at the end. A stop string completed by it still cuts the text; all tokens are counted."""
         tail = self._detokenizer.flush()
         if self._scanner is None:
             return tail

@@ -6,9 +6,9 @@ the same bytes, and a grid of long contexts takes seconds instead of minutes.
 
     visit of a trial:   launch ─ launch ─ collect ─ launch ─ collect ─ …      a step's time lies between two collects
 
-The grid is walked several times and each trial keeps its median, so that a neighbour who was busy for a while does not bend
-one corner of the model. Steps that mix chunks and decodes are measured too but not fitted: they show what the model is worth
-where it was not told.
+The grid is walked several times and each trial keeps its median, so that a short load by other processes does not distort
+one part of the model. Steps that mix chunks and decodes are measured but not fitted: they show the error of the model on
+unseen steps.
 """
 
 from __future__ import annotations
@@ -33,35 +33,33 @@ from baton.bench.client import RequestRecord, ServerUnreachable, TargetServer, f
 from baton.bench.load import Closed, Plan, run_load
 from baton.bench.scheduler import time_scheduler
 from baton.bench.stats import median
+from baton.bench.step_plans import StepPlans, stop_of
 from baton.bench.workload import Recipe, Round, TokenRange, WorkloadShape, fixed_sessions
-from baton.core.engine.plan import Chunk, Copy, Int32s, RowOutcome, Start, StepPlan, StepResult, Stop
-from baton.core.engine.request import Sampling, frozen_tokens
+from baton.core.engine.plan import Chunk, Copy, RowOutcome, Start, StepPlan, StepResult, Stop
 from baton.core.errors import BatonError
 from baton.executor.contract import Executor
 from baton.sim.step_times import MeasuredStep, Roofline, StepTimes, StepTimesFile
 
 IN_FLIGHT = 2
-"""As in service: the next step waits in the executor while one computes."""
+"""Steps in flight, as in service: one computes while the next waits in the executor."""
 LARGE_STEP_TOKENS = 512
-"""Such a step takes long enough to be timed once a visit, and needs no warming up."""
+"""Steps with at least this many tokens are timed once per visit, without warm-up."""
 SMALL_STEPS = 4
-"""Steps of a visit to a smaller trial; the first one warms up."""
+"""Steps per visit of a smaller trial; the first is warm-up."""
 DRAWN_FROM = (1000, 20_000)
-"""Token ids, where the vocabulary has them."""
+"""Range of token ids in prompts, when the vocabulary is large enough."""
 KNEES_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 LEAST_US = 1e-6
-"""A cost that the fit finds to be nothing; the model wants it positive."""
-
-_GREEDY = Sampling(seed=0, temperature=0.0)
+"""Smallest cost in a model; the fit may find 0."""
 
 
 class CannotCalibrate(BatonError):
-    """The executor did not do what a trial asked of it, or there is too little room; the message says which."""
+    """A row of a trial computed nothing, or the executor has too little room; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A step to be measured: so many decodes at a context, and chunks of several sequences that begin at a position."""
+    """A step to measure: `decodes` decodes at a context, and chunks of `sequences` sequences that begin at a position."""
 
     decodes: int = 0
     context_tokens: int = 0
@@ -120,7 +118,7 @@ MIXED = ((16, 192, 2, 128), (60, 160, 1, 64), (48, 192, 4, 128), (32, 576, 1, 51
 
 
 def make_grid(executor: Executor, step_tokens: int, quick: bool = False) -> list[Trial]:
-    """Every trial that this executor and budget have room for, cheap ones first."""
+    """Every trial that fits the executor and the token budget, cheap ones first."""
     decodes, contexts = (QUICK_DECODES, QUICK_CONTEXTS) if quick else (DECODES, CONTEXTS)
     trials = [Trial(rows, context) for rows in decodes for context in contexts]
     if not quick:
@@ -154,85 +152,59 @@ class CalibrationStepper:
     def __init__(self, executor: Executor, clock_us: Callable[[], float] = monotonic_us) -> None:
         self._executor = executor
         self._clock_us = clock_us
-        self._step = 0
-        self._epoch = 0
-        self._draws = np.random.default_rng(0)
+        token_ids = DRAWN_FROM if executor.vocabulary > DRAWN_FROM[1] else (0, executor.vocabulary)
+        self._plans = StepPlans(executor.shape.block_size, token_ids)
 
     def fill(self, blocks: int) -> None:
-        """Real KV into the first `blocks` blocks: pages that nobody ever wrote read faster than memory does."""
+        """Write KV into the first `blocks` blocks; pages never written would read faster than memory."""
         size = self._executor.shape.block_size
-        start = self._start(0, size, 0, size + 1, 0)
+        start = self._plans.start(0, size, 0, size + 1, 0)
         chunk = Chunk(0, start.epoch, 0, size, samples=True)
         copies = tuple(Copy(0, target) for target in range(1, blocks))
-        self._run(iter([self._plan(starts=(start,), chunks=(chunk,)), self._plan(stops=(_stop(start),), copies=copies)]))
+        prefill = self._plans.plan(starts=(start,), chunks=(chunk,))
+        self._run(iter([prefill, self._plans.plan(stops=(stop_of(start),), copies=copies)]))
 
     def warm(self, trial: Trial) -> None:
-        """One step: the first of a size sets up what later ones reuse, and is no measure of them."""
-        self._run(self._plans(trial, 1), trial)
+        """Run one step, not timed: the first step of a size allocates buffers that later ones reuse."""
+        self._run(self._trial_plans(trial, 1), trial)
 
     def visit(self, trial: Trial) -> list[float]:
-        """Microseconds of each step that counts."""
+        """Microseconds of each timed step."""
         steps = 1 if trial.is_large else SMALL_STEPS
-        times_us = self._run(self._plans(trial, steps), trial)
+        times_us = self._run(self._trial_plans(trial, steps), trial)
         return times_us[:1] if trial.is_large else times_us[1:steps]
 
-    def _plans(self, trial: Trial, steps: int) -> Iterator[StepPlan]:
-        """Decodes that go on from step to step beside chunks of ever new sequences, and at the end a stop for all."""
+    def _trial_plans(self, trial: Trial, steps: int) -> Iterator[StepPlan]:
+        """Plans with the same decodes and new prefill sequences in every step; the last plan stops all."""
         blocks = 0
         decoding: list[Start] = []
-        # So that the context of the steps that count is, on average, the trial's.
+        # The mean context of the timed steps is the trial's.
         known = max(1, trial.context_tokens - steps // 2)
         for slot in range(trial.decodes):
-            decoding.append(self._start(slot, known, known - 1, known + steps, blocks))
+            decoding.append(self._plans.start(slot, known, known - 1, known + steps, blocks))
             blocks += len(decoding[-1].blocks)
         starts, stops = decoding, list[Stop]()
         slots = np.arange(trial.decodes, dtype=np.int32)
         epochs = np.array([start.epoch for start in decoding], dtype=np.int64)
         for _ in range(steps):
             fed = self._chunked(trial, blocks)
-            yield self._plan(
+            yield self._plans.plan(
                 stops=tuple(stops),
                 starts=(*starts, *fed),
                 chunks=tuple(Chunk(new.slot, new.epoch, new.computed, len(new.tokens), samples=True) for new in fed),
                 decode_slots=slots,
                 decode_epochs=epochs,
             )
-            starts, stops = [], [_stop(start) for start in fed]
-        yield self._plan(stops=(*stops, *(_stop(start) for start in decoding)))
+            starts, stops = [], [stop_of(start) for start in fed]
+        yield self._plans.plan(stops=(*stops, *(stop_of(start) for start in decoding)))
 
     def _chunked(self, trial: Trial, blocks: int) -> list[Start]:
         fed: list[Start] = []
         length = trial.begin_tokens + trial.chunk_tokens
         for number in range(trial.sequences):
-            fed.append(self._start(trial.decodes + number, length, trial.begin_tokens, length + 1, blocks))
+            fed.append(self._plans.start(trial.decodes + number, length, trial.begin_tokens, length + 1, blocks))
             blocks += len(fed[-1].blocks)
         return fed
-
-    def _start(self, slot: int, known: int, computed: int, limit: int, first_block: int) -> Start:
-        self._epoch += 1
-        low, high = DRAWN_FROM if self._executor.vocabulary > DRAWN_FROM[1] else (0, self._executor.vocabulary)
-        tokens = frozen_tokens(self._draws.integers(low, high, known))
-        count = -(-limit // self._executor.shape.block_size)
-        blocks: Int32s = np.arange(first_block, first_block + count, dtype=np.int32)
-        return Start(slot, self._epoch, tokens, known, computed, limit, _GREEDY, blocks)
-
-    def _plan(
-        self,
-        *,
-        stops: tuple[Stop, ...] = (),
-        copies: tuple[Copy, ...] = (),
-        starts: tuple[Start, ...] = (),
-        chunks: tuple[Chunk, ...] = (),
-        decode_slots: Int32s | None = None,
-        decode_epochs: npt.NDArray[np.int64] | None = None,
-    ) -> StepPlan:
-        self._step += 1
-        nobody, no_epochs = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int64)
-        return StepPlan(
-            self._step, self._step - 1, stops, copies, starts, chunks=chunks,
-            decode_slots=nobody if decode_slots is None else decode_slots,
-            decode_epochs=no_epochs if decode_epochs is None else decode_epochs,
-        )  # fmt: skip
 
     def _run(self, plans: Iterator[StepPlan], trial: Trial | None = None) -> list[float]:
         times_us: list[float] = []
@@ -254,12 +226,8 @@ class CalibrationStepper:
         return times_us
 
 
-def _stop(start: Start) -> Stop:
-    return Stop(start.slot, start.epoch)
-
-
 def _check(result: StepResult, trial: Trial | None) -> None:
-    """A step in which a row did nothing has not been measured."""
+    """Raise when a row of the step computed nothing."""
     idle = ~np.isin(result.outcomes, (RowOutcome.TOKENS, RowOutcome.PREEMPTED))
     if idle.any():
         raise CannotCalibrate(
@@ -279,12 +247,12 @@ class MeasuredTrial:
 
     @property
     def spread(self) -> float:
-        """Greatest ÷ least."""
+        """Maximum ÷ minimum."""
         return max(self.times_us) / min(self.times_us)
 
 
 class Survey:
-    """Walks a grid on one executor, as often as asked; what a first step of a size sets up is set up before."""
+    """Walks a grid of trials on one executor, any number of times; every size is warmed up first."""
 
     def __init__(self, executor: Executor, trials: Sequence[Trial], clock_us: Callable[[], float] = monotonic_us) -> None:
         self._trials = trials
@@ -303,7 +271,7 @@ class Survey:
 
 
 def joined(walks: Sequence[Sequence[MeasuredTrial]]) -> list[MeasuredTrial]:
-    """Several walks of one grid as if they had been one."""
+    """Merge several walks of one grid."""
     same = zip(*walks, strict=True)
     return [MeasuredTrial(visits[0].trial, [us for visit in visits for us in visit.times_us]) for visits in same]
 
@@ -315,7 +283,7 @@ def measure(
     clock_us: Callable[[], float] = monotonic_us,
     advance: Callable[[Trial], None] = lambda _trial: None,
 ) -> list[MeasuredTrial]:
-    """Walks the grid once, and again as long as another walk fits into the budget."""
+    """Walk the grid at least once, and repeat while another walk fits into the time budget."""
     began_us = clock_us()
     survey = Survey(executor, trials, clock_us)
     walks: list[list[MeasuredTrial]] = []
@@ -332,8 +300,8 @@ HOST_STEPS, HOST_RUNS = 100, 3
 
 
 def host_costs_us() -> tuple[float, float]:
-    """What deciding and the message to the front end take: of a step, and of each row in it."""
-    # The least of several: whoever else uses the machine can only add to it.
+    """Host time of planning and of the message to the front end: (per step, per row), in microseconds."""
+    # The minimum of several runs: other load on the machine only adds time.
     few, many = (min(time_scheduler(rows, HOST_STEPS).us_per_step for _ in range(HOST_RUNS)) for rows in HOST_ROWS)
     row_us = max(0.0, (many - few) / (HOST_ROWS[1] - HOST_ROWS[0]))
     return max(0.0, few - row_us * HOST_ROWS[0]), row_us
@@ -345,7 +313,7 @@ START_LIMIT_S, POLL_S = 120.0, 0.1
 
 
 def delivery_cost_us() -> float:
-    """What a row's token costs outside the engine, where front end and client run on the cores that compute.
+    """Cost of one token outside the engine, when front end and client share the cores of the executor.
 
     CPU time of both, with a scripted engine behind them, spread over all cores: what they take, the executor's threads lose.
     """
@@ -361,7 +329,7 @@ ADMISSION_RUNS = 3
 
 
 def admission_costs_us(loads: Sequence[tuple[int, int]]) -> list[float]:
-    """What a request takes from its client to the engine, for each load of (requests at once, tokens in each).
+    """Microseconds of a request from its client to the engine, for each load of (concurrent requests, tokens in each).
 
     Requests pass one after the other: with an engine whose steps take no time, the last one has its token when all have
     been made, sent, parsed and submitted.
@@ -407,7 +375,7 @@ async def _wait_for_model(child: Child, port: int) -> str:
 
 
 class ModelSizes(msgspec.Struct, frozen=True):
-    """What the model is; the fit finds the rates."""
+    """Sizes of the model. The fit finds the rates."""
 
     weight_bytes: float
     token_flop: float
@@ -417,7 +385,7 @@ class ModelSizes(msgspec.Struct, frozen=True):
 
 def model_sizes(folder: Path, dtype: str) -> ModelSizes:
     """Read from a model folder's configuration and the headers of its weights."""
-    # Imported here because these take seconds, and a wrong option should be told at once.
+    # Imported here because these take seconds, and a wrong option should be reported at once.
     from safetensors import safe_open
     from transformers import AutoConfig
 
@@ -471,7 +439,7 @@ def fit_roofline(measured: Sequence[MeasuredTrial], sizes: ModelSizes) -> Roofli
 
 
 def _rounded(value: float) -> float:
-    """Four digits: more would claim too much."""
+    """Round to four significant digits."""
     return float(f"{value:.4g}")
 
 
@@ -510,13 +478,13 @@ def _least_squares_from_zero(
 
 @dataclass(frozen=True, slots=True)
 class CalibrationRow:
-    """One trial beside what is said about it."""
+    """One measured trial and its predictions."""
 
     measured: MeasuredTrial
     roofline_error: float
-    """Said ÷ measured − 1, by the roofline alone."""
+    """Prediction of the roofline alone ÷ measured − 1."""
     model_error: float
-    """The same by the whole model."""
+    """Prediction of the whole model ÷ measured − 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -525,7 +493,7 @@ class Calibration:
     rows: list[CalibrationRow]
 
     def worst(self, mixed: bool) -> float:
-        """Greatest error of the roofline where it was fitted, or of the model where it was not."""
+        """Largest error: of the roofline on fitted trials, or of the model on mixed ones."""
         errors = [
             row.model_error if mixed else row.roofline_error for row in self.rows if row.measured.trial.is_mixed is mixed
         ]

@@ -5,7 +5,7 @@
        restarted and cut off; a new fault as soon as each role has a ready spare again
     3. judged: every answer complete and equal, and nothing held by the router against an instance that was left alone
 
-Calm instead of chaos is the same load without faults, for so long: then the router may hold nothing against anybody.
+A calm run is the same load without faults for a given time; the router must then suspect no instance.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ HEAL_S_MAX = 120.0
 REST_S_MAX = 30.0
 RECORDING_AT_ONCE = 4
 JITTER_S = 0.5
-"""Between the moment a fault is possible and the fault."""
+"""Largest random delay, in seconds, before a fault that is possible."""
 AFTER_FAILURE_S = 0.2
-"""A client that failed asks no more often than that: it may fail at once, and each failure is kept."""
+"""Pause of a client after a failed request, since it may fail at once and every failure is recorded."""
 SHOWN_DIFFERENCES = 20
 
 
 class ChaosFailed(Exception):
-    """It could not be carried out, which is another matter than a difference found; the message says why."""
+    """The run itself could not be completed; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class ChaosOptions:
     is_scripted: bool = False
     fleet_options: tuple[str, ...] = ()
     log: Path | None = None
-    """Where the fleet's log is left."""
+    """File for the fleet's log."""
 
     def __post_init__(self) -> None:
         if self.faults and self.calm_minutes is None and max(self.by_role.values(), default=0) < 2:
@@ -78,24 +78,24 @@ class ChaosOptions:
 
 class ChaosReport(msgspec.Struct, frozen=True):
     faults: dict[str, int]
-    """By kind."""
+    """Number of faults by kind."""
     asked_for: int
-    """Faults."""
+    """Number of faults requested."""
     requests: int
     least_requests: int
     streamed: int
     moved: int
-    """Requests of which a choice went on elsewhere."""
+    """Requests with a choice that moved to another instance."""
     moves: int
     differences: list[str]
     gaps_s: Distribution | None
-    """The longest of each stream."""
+    """Longest gap of each stream, in seconds."""
     moved_gaps_s: Distribution | None
-    """The longest of each stream that moved."""
+    """Longest gap of each stream that moved, in seconds."""
     held: dict[str, int]
-    """What the router held against instances, each for a reason."""
+    """Suspicions of the router that a fault explains."""
     false: list[str]
-    """And without."""
+    """Suspicions of the router that no fault explains."""
     cut_short: str | None
     took_s: float
 
@@ -107,7 +107,7 @@ class ChaosReport(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class ChaosTally:
-    """What the clients saw."""
+    """Counts and failures seen by the clients."""
 
     requests: int = 0
     streamed: int = 0
@@ -130,46 +130,48 @@ class ChaosTally:
 
 
 @dataclass(slots=True)
-class ChaosVoice:
-    """Who is told how it goes."""
+class ChaosProgress:
+    """Callbacks for progress."""
 
     doing: Callable[[str], None] = lambda _what: None
     done: Callable[[int, int], None] = lambda _faults, _requests: None
-    """Faults and requests so far."""
+    """Called with the numbers of faults and requests so far."""
 
 
-async def run_chaos(options: ChaosOptions, voice: ChaosVoice) -> ChaosReport:
-    with _model(options, voice) as model:
+async def run_chaos(options: ChaosOptions, progress: ChaosProgress) -> ChaosReport:
+    with _model(options, progress) as model:
         async with open_http(options.concurrency + 8) as http:
-            voice.doing("starting the fleet")
+            progress.doing("starting the fleet")
             roles = ("--prefill", options.prefill, "--decode", options.decode, "--mixed", options.mixed)
             command = (*model, *map(str, roles), "--restart-delay-max", "0.2", "--drain-timeout", "10")
             async with running_fleet((*command, *options.fleet_options), sum(options.by_role.values()), http) as fleet:
                 try:
-                    return await _Chaos(options, voice, http, fleet).run()
+                    return await _Chaos(options, progress, http, fleet).run()
                 finally:
                     if options.log is not None:
                         options.log.write_text(fleet.child.output())
 
 
 @contextlib.contextmanager
-def _model(options: ChaosOptions, voice: ChaosVoice) -> Iterator[tuple[str, ...]]:
-    """The model as `baton up` is to be told."""
+def _model(options: ChaosOptions, progress: ChaosProgress) -> Iterator[tuple[str, ...]]:
+    """Arguments of `baton up` for the model."""
     if options.is_scripted:
         yield ("--executor", "scripted")
     elif options.model != TINY:
         yield (options.model,)
     else:
         with tempfile.TemporaryDirectory(prefix="baton-tiny-") as folder:
-            voice.doing("making a tiny model")
+            progress.doing("making a tiny model")
             make_tiny(Path(folder) / TINY)
             yield (str(Path(folder) / TINY), "--device", "cpu", "--dtype", "float64", "--kv-memory", "64M")
 
 
 class _Chaos:
-    def __init__(self, options: ChaosOptions, voice: ChaosVoice, http: aiohttp.ClientSession, fleet: ChaosFleet) -> None:
+    def __init__(
+        self, options: ChaosOptions, progress: ChaosProgress, http: aiohttp.ClientSession, fleet: ChaosFleet
+    ) -> None:
         self._options = options
-        self._voice = voice
+        self._progress = progress
         self._http = http
         self._fleet = fleet
         draws = random.Random(options.seed)
@@ -178,11 +180,11 @@ class _Chaos:
         self._tally = ChaosTally()
         self._undisturbed: list[tuple[ChaosCase, SeenAnswer]] = []
         self._over = asyncio.Event()
-        """Clients ask nothing new."""
+        """Set when clients should send no more requests."""
         self._wakings: set[asyncio.Task[None]] = set()
 
     async def run(self) -> ChaosReport:
-        self._voice.doing("recording undisturbed answers")
+        self._progress.doing("recording undisturbed answers")
         await self._record()
         began_s, first_event = time.monotonic(), self._fleet.last_event
         cut_short = None
@@ -230,7 +232,7 @@ class _Chaos:
             case, undisturbed = draws.choice(self._undisturbed)
             answer = await ask(self._http, self._fleet.url, case, ANSWER_S_MAX)
             self._tally.add(case, answer, differences(undisturbed, answer))
-            self._voice.done(len(self._faults.done), self._tally.requests)
+            self._progress.done(len(self._faults.done), self._tally.requests)
             if answer.fault is not None:
                 await asyncio.sleep(AFTER_FAILURE_S)
 
@@ -252,7 +254,7 @@ class _Chaos:
 
     async def _calm(self) -> None:
         end_s = time.monotonic() + (self._options.calm_minutes or 0) * 60
-        self._voice.doing("calm: full load, no faults")
+        self._progress.doing("calm: full load, no faults")
         while time.monotonic() < end_s or self._tally.requests < self._options.requests:
             await self._look()
             await asyncio.sleep(LOOK_EVERY_S)
@@ -264,14 +266,14 @@ class _Chaos:
 
     async def _do(self, fault: InjectedFault) -> None:
         await asyncio.sleep(self._faults.draws.uniform(0, JITTER_S))
-        self._voice.doing(f"{fault.kind} → {fault.victim.name}")
+        self._progress.doing(f"{fault.kind} → {fault.victim.name}")
         try:
             if fault.kind is FaultKind.DRAIN:
                 await self._fleet.drain(fault.victim.name)
             else:
                 await asyncio.to_thread(hurt, fault.kind, fault.victim)
         except NoSuchVictim:
-            return  # it ended while we waited: drawn anew
+            return  # the instance ended meanwhile: choose another fault
         self._faults.done.append(fault)
         fault.over_s = time.monotonic()
         if fault.kind in PASSING and fault.kind is not FaultKind.CUT:
@@ -288,7 +290,7 @@ class _Chaos:
     # ── judgement ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _at_rest(self) -> str | None:
-        """With no client left nobody may do or hold anything; what is left, if so."""
+        """Wait until no instance holds a request; return what is left after the time limit."""
         try:
             async with asyncio.timeout(REST_S_MAX):
                 while True:

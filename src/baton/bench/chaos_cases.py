@@ -1,4 +1,4 @@
-"""What is asked under chaos: requests of every kind that can be told apart, drawn from a seed.
+"""The requests of a chaos run, drawn from a seed.
 
 Both endpoints, streamed and whole, greedy and seeded, one choice and two, penalties, stop strings, characters of several
 bytes, log-probabilities, usage. A stop string is taken out of the answer that comes without it, so that it is met.
@@ -37,13 +37,13 @@ _BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 @dataclass(frozen=True, slots=True)
 class ChaosCase:
-    """One request, to be asked again and again."""
+    """One request that is sent repeatedly."""
 
     number: int
     path: str
     body: Mapping[str, object]
     wants_stop: bool = False
-    """A stop string is still to be put in."""
+    """Whether a stop string is still to be added."""
 
     @property
     def is_streamed(self) -> bool:
@@ -55,7 +55,7 @@ class ChaosCase:
         return n if isinstance(n, int) else 1
 
     def stopped_at(self, text: str) -> ChaosCase:
-        """The same with a stop string out of the middle of `text`; without one where there is no whole character there."""
+        """The same case with a stop string from the middle of `text`; unchanged when there is no whole character there."""
         middle = len(text) // 2
         found = text[middle : middle + STOP_CHARS]
         if not found or _BROKEN in found:
@@ -65,7 +65,7 @@ class ChaosCase:
 
 def draw_cases(count: int, seed: int, model: str) -> list[ChaosCase]:
     draws = random.Random(seed)
-    opening = _prose(draws, 120)  # what a third of them begin with: a prefix worth keeping
+    opening = _prose(draws, 120)  # a third of the prompts begin with this shared prefix
     return [_draw_case(number, draws, model, opening) for number in range(count)]
 
 

@@ -1,9 +1,8 @@
-"""What is done to instances under chaos, to whom, and which suspicions that explains.
+"""Chooses faults and their targets, and decides which suspicions of the router they explain.
 
-A fault is open from the moment it is done until its victim is in the router's books again: as another life where the fault
-ends a life, as itself where it only stops it for a while. What the router holds against an instance is explained by a fault
-of it that was open at that moment, and false otherwise. Deciding and judging is here; looking at the fleet is
-`bench.chaos_fleet`, doing it `bench.chaos_hands`.
+A fault is open from its injection until the router lists the instance again: as a new process if the fault ends it, as the
+same one if it only pauses it. A suspicion of the router is explained by a fault of that instance that was open at that
+moment, and false otherwise. `bench.chaos_fleet` observes the fleet, `bench.chaos_signals` injects the faults.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from enum import StrEnum
 
 READY = "ready"
 SETTLE_S = 1.0
-"""A stop shorter than the router's patience leaves no trace; so long after its end it counts as over."""
+"""A pause shorter than the router's timeout leaves no event; it counts as over this long after its end."""
 PAUSE_S = (0.2, 3.0)
 
 
@@ -30,14 +29,14 @@ class FaultKind(StrEnum):
 
 
 PASSING = (FaultKind.STOP, FaultKind.STOP_ENGINE, FaultKind.CUT)
-"""Those that an instance survives."""
+"""Faults that an instance survives."""
 HELD_AGAINST = ("suspected", "stuck", "lost", "fenced")
-"""What the router says of an instance that it no longer trusts."""
+"""Events by which the router reports that it suspects an instance."""
 
 
 @dataclass(frozen=True, slots=True)
 class SeenInstance:
-    """An instance in the router's books."""
+    """An instance as listed by the router."""
 
     name: str
     role: str
@@ -48,7 +47,7 @@ class SeenInstance:
 
 @dataclass(frozen=True, slots=True)
 class SeenSuspicion:
-    """Something that happened to an instance, as the router tells it."""
+    """A router event about an instance."""
 
     number: int
     name: str
@@ -62,11 +61,11 @@ class InjectedFault:
     victim: SeenInstance
     pause_s: float
     after: int
-    """Number of the last event before it."""
+    """Number of the last router event before the fault."""
     over_s: float | None = None
-    """When what was done was undone: at once for most, at the end of the pause for a stop."""
+    """When the fault ended: at once for most, at the end of the pause for a stop."""
     until: int | None = None
-    """Number of the last event before the victim was back."""
+    """Number of the last router event before the instance was back."""
 
     def covers(self, number: int) -> bool:
         return self.after < number and (self.until is None or number <= self.until)
@@ -74,18 +73,18 @@ class InjectedFault:
 
 @dataclass(slots=True)
 class FaultChooser:
-    """All that was done, and what it explains."""
+    """All injected faults, and which suspicions they explain."""
 
     draws: random.Random
     kinds: tuple[FaultKind, ...]
     planned: Mapping[str, int]
-    """Instances by role."""
+    """Number of instances by role."""
     done: list[InjectedFault] = field(default_factory=list)
     _deck: list[FaultKind] = field(default_factory=list)
-    """Kinds still to come in this round: each comes once, so that few faults are of many kinds."""
+    """Kinds left in this round. Each round has every kind once."""
 
     def draw(self, fleet: Sequence[SeenInstance], last_event: int) -> InjectedFault | None:
-        """The next fault; None while a role has no spare."""
+        """The next fault; None while a role has no spare instance."""
         hurt = [fault.victim.name for fault in self.done if fault.until is None]
         well = [seen for seen in fleet if seen.state == READY and seen.name not in hurt]
         at_hand = {role: sum(seen.role == role for seen in well) for role in self.planned}
@@ -99,14 +98,14 @@ class FaultChooser:
         return InjectedFault(self._deck.pop(), victim, self.draws.uniform(*PAUSE_S), after=last_event)
 
     def heal(self, fleet: Sequence[SeenInstance], last_event: int, now_s: float) -> None:
-        """Close the faults whose victims are back."""
+        """Close the faults whose instances are back."""
         ready = {seen.name: seen for seen in fleet if seen.state == READY}
         for fault in self.done:
             if fault.until is None and (back := ready.get(fault.victim.name)) is not None and _is_over(fault, back, now_s):
                 fault.until = last_event
 
     def explain(self, said: SeenSuspicion) -> bool:
-        """Whether a fault of that instance was open when the router said so."""
+        """Whether a fault of that instance was open at the time of the event."""
         return any(fault.victim.name == said.name and fault.covers(said.number) for fault in self.done)
 
     @property

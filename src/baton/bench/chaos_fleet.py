@@ -1,7 +1,7 @@
-"""The fleet under chaos: a `baton up` of our own, and what its router tells of it.
+"""The fleet of a chaos run: a `baton up` process and the state reported by its router.
 
-Owns the process and the watching. Events of the router are kept by their numbers, each once, so that none is missed between
-two looks or counted twice.
+Owns the process and the polling. Router events are stored by number, so that none is missed between two polls or counted
+twice.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Instance(msgspec.Struct):
 
     @property
     def unrest(self) -> str:
-        """What it still does or holds; empty where nothing."""
+        """Requests and blocks that the instance still holds; "" when none."""
         held = {"open": self.open, **msgspec.structs.asdict(self.ledger)}
         return ", ".join(f"{count} {what}" for what, count in held.items() if count)
 
@@ -68,7 +68,7 @@ class _Listing(msgspec.Struct):
 
 @dataclass(slots=True)
 class ChaosFleet:
-    """As the router sees it, as of the last look."""
+    """State of the fleet at the last poll of the router."""
 
     url: str
     child: Child
@@ -76,7 +76,7 @@ class ChaosFleet:
     instances: list[SeenInstance] = field(default_factory=list)
     events: list[SeenSuspicion] = field(default_factory=list)
     unrest: str = ""
-    """What instances do or hold, by name; empty where nothing."""
+    """Requests and blocks still held, by instance; empty when none."""
 
     @property
     def last_event(self) -> int:
@@ -106,7 +106,7 @@ class ChaosFleet:
 
 @contextlib.asynccontextmanager
 async def running_fleet(options: Sequence[str], instances: int, http: aiohttp.ClientSession) -> AsyncIterator[ChaosFleet]:
-    """A fleet of which all are ready; stopped at the end, whatever ends the block."""
+    """Start a fleet and wait until all instances are ready. Stopped when the block ends."""
     command = (sys.executable, "-m", "baton", "up", "--router-port", "0", *options)
     with started("baton up", command, {"NO_COLOR": "1"}) as child:
         fleet = ChaosFleet(await _address(child), child, http)
@@ -117,7 +117,7 @@ async def running_fleet(options: Sequence[str], instances: int, http: aiohttp.Cl
 
 
 async def _address(child: Child) -> str:
-    """Of the API, which the banner names when all are ready."""
+    """Address of the API, from the banner printed when all instances are ready."""
     deadline_s = time.monotonic() + START_S_MAX
     while (found := _API.search(child.output())) is None:
         child.check_alive()

@@ -1,8 +1,8 @@
-"""One request under chaos: asked, read to its end, and compared with the undisturbed answer.
+"""One request of a chaos run: sent, read to its end, compared with the undisturbed answer.
 
 Owns what "the same answer" means: tokens, text, finish reason and log-probabilities of every choice, and the counts of the
-usage; a stream ends with exactly one [DONE] and nothing after it. What the network or the server does wrong is a value here,
-never an exception: each is a difference to be shown.
+usage; a stream ends with exactly one [DONE] and nothing after it. Errors of the network or the
+server are values here, never exceptions: each is reported as a difference.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from baton.bench.sse import SseEvent, SseOverflow, SseParser
 
 SHOWN_CHARS = 300
 LOGPROB_SLACK = 1e-6
-"""A batch of another size sums in another order; in float64 that shows far behind this."""
+"""Tolerance of log-probabilities: another batch size sums in another order. float64 errors are far smaller."""
 
 
 # The part of the answers that is compared; both endpoints, streamed and whole.
@@ -75,36 +75,36 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(slots=True)
 class StreamedParts:
-    """A choice, gathered."""
+    """The received parts of one choice."""
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     finish: str | None = None
     pieces: list[str] = field(default_factory=list)
-    """Tokens as the log-probabilities name them."""
+    """Token texts from the log-probabilities."""
     logprobs: list[float] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     heard_s: float | None = None
-    """When tokens came last."""
+    """Time of the last event with tokens."""
 
 
 @dataclass(slots=True)
 class SeenAnswer:
-    """What one client saw."""
+    """One answer as received by a client."""
 
     status: int = 0
     spoken: dict[int, StreamedParts] = field(default_factory=dict)
     usage: _Usage | None = None
     dones: int = 0
     fault: str | None = None
-    """Why it is no answer."""
+    """Why the answer is incomplete or invalid."""
     longest_gap_s: float = 0.0
-    """Between two events that brought tokens of one choice; streams only."""
+    """Longest time between two events with tokens of one choice; streams only."""
     took_s: float = 0.0
 
     @property
     def moved(self) -> int:
-        """How often choices of it went on elsewhere."""
+        """How often its choices moved to another instance."""
         if self.usage is None or self.usage.baton is None:
             return 0
         return max(0, self.usage.baton.attempts - len(self.spoken))
@@ -188,7 +188,7 @@ def _take_event(answer: SeenAnswer, event: SseEvent) -> None:
 
 
 def _incomplete(case: ChaosCase, answer: SeenAnswer) -> str | None:
-    """What an answer that came without noise lacks; None where nothing."""
+    """What a finished answer lacks; None when complete."""
     if case.is_streamed and answer.dones != 1:
         return f"{answer.dones} times [DONE]"
     if len(answer.spoken) != case.choices:
@@ -203,7 +203,7 @@ def _incomplete(case: ChaosCase, answer: SeenAnswer) -> str | None:
 
 
 def differences(undisturbed: SeenAnswer, answer: SeenAnswer) -> list[str]:
-    """In which ways an answer is not the undisturbed one; none where it is the same."""
+    """Differences from the undisturbed answer; empty when equal."""
     if answer.fault is not None:
         return [answer.fault]
     found: list[str] = []

@@ -1,4 +1,4 @@
-"""Doing a fault to an instance: signals to its processes, a cut through its connection.
+"""Injects a fault into an instance: signals to its processes, or a shutdown of its connection.
 
 Only ever touches a process whose command line says that it is the instance meant: numbers of processes are used again.
 """
@@ -14,11 +14,11 @@ from pathlib import Path
 from baton.bench.chaos_faults import FaultKind, SeenInstance
 
 _PIDFD_GETFD = 438
-"""The number of the system call; the C library may not know it by name."""
+"""System call number; the C library may lack a wrapper."""
 
 
 class NoSuchVictim(Exception):
-    """The process has ended meanwhile."""
+    """The process has already ended."""
 
 
 def is_instance(pid: int, name: str) -> bool:
@@ -30,7 +30,7 @@ def is_instance(pid: int, name: str) -> bool:
 
 
 def hurt(kind: FaultKind, victim: SeenInstance) -> None:
-    """Raises NoSuchVictim where it is too late."""
+    """Inject the fault. Raises NoSuchVictim when the process has ended."""
     if not is_instance(victim.pid, victim.name):
         raise NoSuchVictim(victim.name)
     try:
@@ -55,7 +55,7 @@ def hurt(kind: FaultKind, victim: SeenInstance) -> None:
 
 
 def wake(victim: SeenInstance) -> None:
-    """Both of its processes, whichever was stopped; nothing where it is gone."""
+    """Resume both processes of an instance; no-op when they have ended."""
     if is_instance(victim.pid, victim.name):
         for pid in (victim.pid, *engines_of(victim.pid)):
             os.kill(pid, signal.SIGCONT)
@@ -82,7 +82,7 @@ def _router_port(pid: int) -> int:
 
 
 def cut(pid: int, port: int) -> None:
-    """Shut down the connection of a process to a port, from outside: both ends see it end."""
+    """Shut down the connection of another process to a port; both ends see it close."""
     wanted = {f"socket:[{inode}]" for inode in _inodes(pid, port)}
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         if os.readlink(entry) in wanted:
@@ -93,7 +93,7 @@ def cut(pid: int, port: int) -> None:
 
 
 def can_cut() -> bool:
-    """Whether this system lets us borrow a child's socket."""
+    """Whether this system allows duplicating a child's socket."""
     try:
         os.close(_borrow(os.getpid(), 0))
     except OSError:
@@ -102,13 +102,13 @@ def can_cut() -> bool:
 
 
 def _inodes(pid: int, port: int) -> list[str]:
-    """Of the connections to that port, as the process's network sees them."""
+    """Inodes of the connections to that port in the process's network namespace."""
     rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
     return [row[9] for row in rows if int(row[2].rpartition(":")[2], 16) == port]
 
 
 def _borrow(pid: int, descriptor: int) -> int:
-    """A descriptor of ours for what another process has open."""
+    """Duplicate a file descriptor of another process."""
     process = os.pidfd_open(pid)
     try:
         borrowed = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, process, descriptor, 0)

@@ -1,4 +1,4 @@
-"""What `baton chaos` shows at the end."""
+"""The tables that `baton chaos` prints at the end."""
 
 from __future__ import annotations
 

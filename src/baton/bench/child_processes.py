@@ -24,7 +24,7 @@ LOG_TAIL_LINES = 25
 
 
 class ChildFailed(Exception):
-    """A child did not do what it was started for; the message ends with the last lines of its log."""
+    """A child failed; the message ends with the last lines of its log."""
 
 
 class Child:
@@ -51,7 +51,7 @@ class Child:
         return self._process.wait(limit_s)
 
     def output(self) -> str:
-        """All that it said so far."""
+        """The output so far."""
         return self._log.read_text(errors="replace")
 
     def last_lines(self) -> str:
@@ -62,13 +62,13 @@ class Child:
         return "\n".join(text.splitlines()[-LOG_TAIL_LINES:])
 
     def busy_cores(self, look_s: float) -> float:
-        """Cores that it keeps busy, watched for `look_s`."""
+        """Busy cores over the next `look_s` seconds; blocks that long."""
         before_s = session_cpu_s(self._process.pid)
         time.sleep(look_s)
         return max(0.0, session_cpu_s(self._process.pid) - before_s) / look_s
 
     def cpu_s(self) -> float:
-        """CPU seconds that it has used so far; what it started in sessions of their own does not count."""
+        """CPU seconds used so far by the processes of its session."""
         return session_cpu_s(self._process.pid)
 
     def pause(self) -> None:
@@ -78,7 +78,7 @@ class Child:
         self._signal(signal.SIGCONT)
 
     def stop(self) -> None:
-        """Ask, wait, insist. Also ends what the process left behind in its group."""
+        """SIGTERM, wait, SIGKILL. Also ends other processes of its group."""
         self._signal(signal.SIGCONT)
         self._signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -93,7 +93,7 @@ class Child:
 
 @contextlib.contextmanager
 def started(name: str, command: Sequence[str], env: Mapping[str, str]) -> Iterator[Child]:
-    """The child lives as long as the block, whatever ends the block."""
+    """Start a child that is stopped when the block ends."""
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
         log = Path(folder) / "log"
         with log.open("wb") as output:
@@ -129,7 +129,7 @@ def run_to_end(name: str, command: Sequence[str], env: Mapping[str, str], limit_
 
 
 def free_port() -> int:
-    """A port of the loopback that was free a moment ago."""
+    """A loopback port that was free at the time of the call."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""One streamed request to an OpenAI-compatible server, and what it looked like from outside.
+"""Sends streamed requests to an OpenAI-compatible server and times them.
 
 Owns the HTTP of the load generator: payloads, the event stream, the kinds of failure, retries after a 429 or 503. A
 failure of the server or the network is a value in the record, never an exception: a load generator that stops at the
@@ -28,11 +28,11 @@ MESSAGE_CHARS_MAX = 300
 
 
 class ServerUnreachable(Exception):
-    """Nobody answers at the address, or what answers is not an OpenAI-compatible server."""
+    """No server at the address, or not an OpenAI-compatible one."""
 
 
 class KeyWanted(ServerUnreachable):
-    """It answers those who have another key."""
+    """The server wants another API key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class TargetServer:
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """How every request is asked."""
+    """Options of every request."""
 
     temperature: float = 0.0
     ignore_eos: bool = True
@@ -65,14 +65,14 @@ class BenchRequest:
 NULL = msgspec.Raw(b"null")
 
 
-# The part of the answers that we read. Everything else is skipped without being built.
+# The fields of responses that are read. Others are skipped by the decoder.
 class _PromptDetails(msgspec.Struct):
     cached_tokens: int | None = None
 
 
 class _Usage(msgspec.Struct):
     prompt_tokens: int = 0
-    completion_tokens: int | None = 0
+    completion_tokens: int | None = None
     prompt_tokens_details: _PromptDetails | None = None
 
 
@@ -88,7 +88,7 @@ class _Choice(msgspec.Struct):
     token_ids: list[int] | None = None
 
 
-class _Chunk(msgspec.Struct):
+class StreamChunk(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
     error: msgspec.Raw = NULL
@@ -102,12 +102,12 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
-_CHUNKS = msgspec.json.Decoder(_Chunk)
+_CHUNKS = msgspec.json.Decoder(StreamChunk)
 _ENCODER = msgspec.json.Encoder()
 
 
 class StreamBroken(Exception):
-    """The answer began and did not end as it should; `kind` is the error's name in the report."""
+    """The response failed; `kind` is the error's name in the report."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -115,7 +115,7 @@ class StreamBroken(Exception):
 
 
 class RequestRecord(msgspec.Struct):
-    """All that is kept of one request. Times are seconds after the start of the run."""
+    """The record of one request. Times are seconds after the start of the run."""
 
     session: int
     round: int
@@ -127,7 +127,7 @@ class RequestRecord(msgspec.Struct):
     cached_tokens: int | None = None
     output_tokens: int = 0
     events: int = 0
-    """Stream events that brought tokens: fewer than tokens where the server sends several at once."""
+    """Stream events with tokens; fewer than tokens when the server sends several at once."""
     retries: int = 0
     usage_missing: bool = False
     error: str | None = None
@@ -151,7 +151,7 @@ class RequestRecord(msgspec.Struct):
 
 @dataclass(slots=True)
 class Sinks:
-    """Where measurements go that are too many to keep with each request."""
+    """Callbacks for measurements that are too many to keep per request."""
 
     gap: Callable[[float], None] = lambda _gap_s: None
     tokens: Callable[[float, int], None] = lambda _at_s, _count: None
@@ -159,7 +159,7 @@ class Sinks:
 
 @dataclass(slots=True)
 class _Answer:
-    """The stream of one answer while it comes in."""
+    """State of one streamed response."""
 
     endpoint: Endpoint
     keep_reply: bool
@@ -173,7 +173,7 @@ class _Answer:
     done: bool = False
 
     def take(self, event: SseEvent) -> int:
-        """Tokens that the event brought, as far as one can tell: 0 when none."""
+        """Number of tokens in the event, estimated from its fields."""
         if event.data.strip() == b"[DONE]":
             self.done = True
             return 0
@@ -182,7 +182,7 @@ class _Answer:
             self.usage = chunk.usage
         return self._take_choice(chunk.choices[0]) if chunk.choices else 0
 
-    def _decode(self, event: SseEvent) -> _Chunk:
+    def _decode(self, event: SseEvent) -> StreamChunk:
         try:
             chunk = _CHUNKS.decode(event.data)
         except msgspec.DecodeError as error:
@@ -237,7 +237,7 @@ class StreamingClient:
     async def request(
         self, prompt: list[int] | list[ChatMessageText], output_tokens: int, record: RequestRecord, keep_reply: bool = False
     ) -> Reply | None:
-        """Fill `record`; the reply when it was asked for and the request went well."""
+        """Send and fill `record`. Returns the reply if `keep_reply` and the request succeeded."""
         body = self._body(prompt, output_tokens, with_ids=keep_reply)
         answer = _Answer(self.target.endpoint, keep_reply)
         try:
@@ -306,12 +306,12 @@ class StreamingClient:
             answer.take(event)
 
     def _conclude(self, answer: _Answer, asked_tokens: int, record: RequestRecord) -> None:
-        """The stream ended without noise: does what it said add up?"""
+        """Check a finished stream for completeness and consistent counts."""
         record.events = answer.events
         if not answer.done and not answer.finished:
             raise StreamBroken("broken_stream", "the stream ended before the answer did")
         if record.first_s is None:
-            # Only empty text came, as when the one token asked for is an end token: the end is the first sign of it.
+            # Only empty text came, as when the only token is an end token: its end counts as the first token.
             record.first_s = self.now_s()
         if answer.usage is None:
             record.usage_missing = True
@@ -324,13 +324,13 @@ class StreamingClient:
         _check_count(answer, asked_tokens, record.output_tokens, exact=self._ask.ignore_eos)
 
 
-def _check_count(answer: _Answer, asked: int, told: int, exact: bool) -> None:
-    if told > asked or (exact and told != asked):
-        raise StreamBroken("token_count", f"asked for {asked} tokens, usage says {told}")
-    if answer.ids_seen and answer.ids_seen != told:
-        raise StreamBroken("token_count", f"{answer.ids_seen} token ids streamed, usage says {told}")
-    if answer.events_with_text > told:
-        raise StreamBroken("token_count", f"{answer.events_with_text} pieces of text streamed, usage says {told}")
+def _check_count(answer: _Answer, asked: int, reported: int, exact: bool) -> None:
+    if reported > asked or (exact and reported != asked):
+        raise StreamBroken("token_count", f"asked for {asked} tokens, usage says {reported}")
+    if answer.ids_seen and answer.ids_seen != reported:
+        raise StreamBroken("token_count", f"{answer.ids_seen} token ids streamed, usage says {reported}")
+    if answer.events_with_text > reported:
+        raise StreamBroken("token_count", f"{answer.events_with_text} pieces of text streamed, usage says {reported}")
 
 
 def _fail(record: RequestRecord, kind: str, message: str) -> None:
@@ -383,7 +383,7 @@ async def first_model(http: aiohttp.ClientSession, url: str, api_key: str | None
 
 
 def open_http(connections_max: int) -> aiohttp.ClientSession:
-    """A session with room for that many streams at once. Time limits are set a request, not here."""
+    """A session with a connection limit. Timeouts are set per request."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=connections_max, force_close=False),
         timeout=aiohttp.ClientTimeout(total=None, connect=None, sock_connect=30.0, sock_read=None),

@@ -29,7 +29,7 @@ DONE, MISSED, WRONG = 0, 1, 2
 @dataclass(frozen=True, slots=True)
 class GpuOptions:
     only: tuple[str, ...] = ()
-    """Names of parts; empty: all."""
+    """Parts to run; empty: all."""
     shape: str = SHAPE
     attention: str = ATTENTION
     block_size: int = BLOCK_SIZE
@@ -40,11 +40,11 @@ class GpuOptions:
     source: Path | None = None
     """A report to show instead of measuring."""
     merge: bool = False
-    """Into the file of `json_file`, whose other parts stay."""
+    """Merge the results into `json_file`; its other parts stay."""
 
 
 def run(options: GpuOptions, say: Callable[[str], None]) -> GpuReport:
-    """Measure, or read what was measured; write what was asked for."""
+    """Measure or read a report, and write the requested outputs."""
     report = _measure(options, say) if options.source is None else read_report(options.source)
     if options.json_file is not None:
         if options.merge and options.json_file.exists():
@@ -65,7 +65,7 @@ def exit_code(report: GpuReport) -> int:
 
 
 def _measure(options: GpuOptions, say: Callable[[str], None]) -> GpuReport:
-    # Imported here because it brings torch, which showing a report does without.
+    # Imported here because it imports torch, which showing a report does not need.
     from baton.bench.gpu_parts import PARTS, need_device, parts_named
 
     parts = parts_named(options.only or tuple(PARTS))

@@ -1,4 +1,4 @@
-"""The least time that a step can take: what it must read and what it must multiply, at the machine's own rates.
+"""The lower bound of a step's time: bytes to read and products to compute, at the machine's measured rates.
 
     floor = Σ over operations of max(bytes ÷ read rate, FLOP ÷ matrix rate)
 
@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from baton.executor.model_shapes import Fields
 
 ITEM_BYTES = 2
-"""Of weights and KV: bfloat16."""
+"""Bytes per item of weights and KV: bfloat16."""
 GEMMA2_WINDOWED_EVERY = 2
-"""The first of so many layers looks back only as far as the window."""
+"""Every n-th layer of Gemma 2 has windowed attention."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuRates:
-    """What this machine reached in this run."""
+    """Read and matrix rates measured in this run."""
 
     read_bytes_per_s: float
     matrix_flop_per_s: float
@@ -45,13 +45,13 @@ class Experts:
     """Of one."""
 
     def touched(self, tokens: int) -> float:
-        """How many different ones so many tokens are expected to choose."""
+        """Expected number of distinct experts chosen by `tokens` tokens."""
         return self.count * (1.0 - (1.0 - self.chosen / self.count) ** tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSizesOnGpu:
-    """A shape in the numbers that a floor needs."""
+    """Sizes of a model shape that the floor needs."""
 
     layers: int
     heads: int
@@ -60,10 +60,10 @@ class ModelSizesOnGpu:
     products: tuple[tuple[str, int], ...]
     """Name and parameters of each matrix of a layer, experts aside."""
     head_parameters: int
-    """Of the product that gives logits."""
+    """Parameters of the logits product."""
     experts: Experts | None
     windows: tuple[int | None, ...]
-    """How far back each layer looks."""
+    """Attention window of each layer."""
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -71,20 +71,20 @@ class ModelSizesOnGpu:
 
     @property
     def weight_bytes(self) -> int:
-        """All that products read: everything but the table of embeddings, unless that one gives the logits too."""
+        """Bytes of all weights that products read; a tied embedding table counts, since it computes the logits."""
         experts = 0 if self.experts is None else self.experts.count * self.experts.parameters
         in_layer = sum(parameters for _, parameters in self.products) + experts
         return ITEM_BYTES * (self.layers * in_layer + self.head_parameters)
 
     @property
     def token_flop(self) -> float:
-        """Products of one token in all layers, logits aside."""
+        """FLOP of one token's products in all layers, without logits."""
         chosen = 0 if self.experts is None else self.experts.chosen * self.experts.parameters
         return 2.0 * self.layers * (sum(parameters for _, parameters in self.products) + chosen)
 
     @property
     def pair_flop(self) -> float:
-        """Attention of one token to one position in all layers."""
+        """FLOP of attention of one token to one position in all layers."""
         return 4.0 * self.layers * self.heads * self.head_dim
 
 
@@ -153,7 +153,7 @@ def pairs_of(tokens: int, begin: int, window: int | None = None) -> int:
     if window is None:
         return tokens * begin + tokens * (tokens + 1) // 2
     growing = max(0, min(begin + tokens, window) - begin)
-    """Tokens that still see everything before them."""
+    """Tokens that attend to all earlier positions."""
     return growing * begin + growing * (growing + 1) // 2 + (tokens - growing) * window
 
 

@@ -1,4 +1,4 @@
-"""From a report of `baton bench gpu` to the step-time model with which the simulator pretends to be that machine.
+"""Makes a step-time model for the simulator from a report of `baton bench gpu`.
 
 The points are those that were measured; the roofline between them is fitted as for any other machine (see `calibrate`).
 """
@@ -17,7 +17,7 @@ from baton.sim.step_times import StepTimes, StepTimesFile
 
 
 class TooFewPoints(BatonError):
-    """The report has no steps to make a model of; the message says which are missing."""
+    """The report lacks steps needed for a model; the message says which."""
 
 
 def step_times_of(report: GpuReport, shape: str, name: str) -> StepTimesFile:
@@ -40,17 +40,17 @@ def step_times_of(report: GpuReport, shape: str, name: str) -> StepTimesFile:
         layers=sizes.layers,
         points=tuple(one.trial.point(round(one.us, 1)) for one in measured),
     )
-    StepTimes(file)  # refuses what makes no sense
+    StepTimes(file)  # validates
     return file
 
 
 def write_step_times(path: Path, report: GpuReport, shape: str) -> None:
-    """Under the name of the file."""
+    """Write the model; its name is that of the file."""
     write_json(path, step_times_of(report, shape, path.stem))
 
 
 def _measured(points: list[StepPoint]) -> list[MeasuredTrial]:
-    """One for each different step: what was measured twice counts with its median."""
+    """One trial per distinct step, with the median of its measurements."""
     found: dict[Trial, MeasuredTrial] = {}
     for point in points:
         trial = Trial(point.decodes, point.context_tokens, point.sequences, point.chunk_tokens, point.begin_tokens)

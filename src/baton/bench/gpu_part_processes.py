@@ -1,8 +1,7 @@
-"""Runs the parts of a benchmark in another process, and goes on in a fresh one with those that are left when it ends.
+"""Runs the parts of a benchmark in a child process; when it ends early, a new child runs the remaining parts.
 
-A GPU that was driven wrong is of no use to the process that did it, and a part that hangs answers nobody. So the work is
-done by a child that notes each part as it begins it and its result when it is done; whatever ends the child fails that one
-part.
+A CUDA error makes the GPU unusable for its process, and a part may hang. So a child process runs the parts and notes the
+beginning and the result of each; whatever ends the child fails only the current part.
 
     {"machine": {…}}   {"begin": "decode"}   {"done": {…}}   {"begin": "prefill"}   …       one line each, in a file
 """
@@ -27,7 +26,7 @@ ERROR_CHARS = 3000
 OVER = "the time was over"
 
 Command = Callable[[Sequence[str], Path], list[str]]
-"""What does these parts and notes them in that file."""
+"""(parts, notes file) → command line of the child."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class PartLimits:
 
 @dataclass(slots=True)
 class PartAttempt:
-    """What one child noted."""
+    """The notes of one child process."""
 
     machine: dict[str, str] = field(default_factory=dict)
     begun: list[str] = field(default_factory=list)
@@ -47,13 +46,13 @@ class PartAttempt:
 
 
 @dataclass(frozen=True, slots=True)
-class CrewWork:
+class PartsOutcome:
     machine: dict[str, str]
     parts: list[PartResult]
 
 
 def note(path: Path, kind: str, value: object) -> None:
-    """The child's side: one line more."""
+    """Append one line to the notes (called in the child)."""
     with path.open("a") as notes:
         notes.write(json.dumps({kind: value}) + "\n")
 
@@ -62,8 +61,8 @@ def note_done(path: Path, result: PartResult) -> None:
     note(path, "done", asdict(result))
 
 
-def do_parts(parts: Sequence[str], command: Command, limits: PartLimits, say: Callable[[str], None]) -> CrewWork:
-    """Each part once, in this order, as far as the time goes."""
+def do_parts(parts: Sequence[str], command: Command, limits: PartLimits, say: Callable[[str], None]) -> PartsOutcome:
+    """Run each part once, in order, until the time limit."""
     until_s = time.monotonic() + limits.all_s
     left, machine, results = list(parts), dict[str, str](), list[PartResult]()
     while left and time.monotonic() < until_s:
@@ -74,11 +73,11 @@ def do_parts(parts: Sequence[str], command: Command, limits: PartLimits, say: Ca
         if not left:
             break
         say(f"{left[0]} failed:\n{attempt.error}")
-        # What ends a child before its first part would end the next one too.
+        # A child that ended before its first part would end the same way again.
         failed = left[:1] if attempt.begun else left
         results += [PartResult(part, error=attempt.error) for part in failed]
         left = left[len(failed) :]
-    return CrewWork(machine, [*results, *(PartResult(part, error=OVER) for part in left)])
+    return PartsOutcome(machine, [*results, *(PartResult(part, error=OVER) for part in left)])
 
 
 def _attempt(command: Command, parts: Sequence[str], until_s: float, limits: PartLimits) -> PartAttempt:
@@ -99,12 +98,12 @@ def _attempt(command: Command, parts: Sequence[str], until_s: float, limits: Par
 
 
 def _environment() -> dict[str, str]:
-    """Nothing of a model hub; and warnings of libraries would hide what matters in the complaints."""
+    """Environment without model hub access, and without library warnings that would hide errors."""
     return {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONUNBUFFERED": "1"}
 
 
 def _watch(child: subprocess.Popen[bytes], notes: Path, until_s: float, part_s: float) -> str:
-    """Wait for the child's end. Answers why it is to be ended, or nothing where it ended by itself."""
+    """Wait for the child. Returns why it must be killed, or "" when it ended by itself."""
     seen, since_s = 0, time.monotonic()
     while True:
         try:

@@ -40,26 +40,26 @@ from baton.executor.model_loading import LoadedModel, load_shape
 from baton.executor.model_shapes import ModelShape, note_shape, shape_fields
 
 KV_SHARE = 0.85
-"""Of the memory that is free beside the weights."""
+"""KV's share of the memory that is free beside the weights."""
 DECODE_TARGETS = {1: 1.25, 32: 1.20, 128: 1.20, 256: 1.15}
 ATTENTION_TARGET, ATTENTION_BATCH_MIN = 0.85, 32
 PREFILL_TARGET = 0.60
 SERVE_TARGET = 0.85
 IDLE_TARGET = 0.03
 NGRAMS = (2, 5)
-"""Shortest and longest, as `baton serve` has them."""
+"""(shortest, longest) n-gram, as in `baton serve`."""
 
 
 WHOLE_LOAD, SMALL_LOAD = ClosedLoopLoad(256, 1024, 256, 256), ClosedLoopLoad(32, 1024, 64, 32)
 
 
 class Make(Protocol):
-    """How an executor is made of a model."""
+    """Makes an executor of a model."""
 
     def __call__(
         self, loaded: LoadedModel, shape: ExecutorShape, *, step_tokens: int, attention: str, batch_invariant: bool
     ) -> Executor:
-        """Where the shape allows for drafts, they come of n-grams."""
+        """Drafts are n-grams when the shape allows drafts."""
 
 
 def make_on_cuda(
@@ -76,7 +76,7 @@ def make_on_cuda(
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """What is measured, and how large."""
+    """Sizes of all measurements."""
 
     shape: str = "qwen3-8b"
     moe_shape: str = "qwen3-30b-a3b"
@@ -88,7 +88,7 @@ class Scale:
     block_size: int = 16
     blocks_max: int = 36_000
     blocks_max_others: int = 18_000
-    """Of other shapes than the first, which are measured at fewer sizes."""
+    """KV blocks for shapes other than the first, which are measured at fewer sizes."""
     context_tokens: int = 33_024
     step_tokens: int = 8192
     batches: tuple[int, ...] = (1, 32, 128, 256)
@@ -99,19 +99,19 @@ class Scale:
         (1, 256), (8, 256), (64, 256), (256, 256), (8, 1024), (64, 1024), (1, 4096), (8, 4096), (32, 4096), (128, 4096),
         (1, 16_384), (32, 16_384),
     )  # fmt: skip
-    """Further steps for the step-time model."""
+    """Further (batch, context) points for the step-time model."""
     prefill_tokens: int = 8192
     prefills: tuple[tuple[int, int, int], ...] = (
         (1, 128, 0), (1, 512, 0), (1, 2048, 0), (4, 512, 0), (16, 128, 0), (1, 512, 8192), (1, 2048, 8192),
     )  # fmt: skip
     load: ClosedLoopLoad = WHOLE_LOAD
     small_load: ClosedLoopLoad = SMALL_LOAD
-    """What the peer begins with."""
+    """First load of the peer."""
     peer_limit_s: float = 120.0
     draft_tokens: int = 4
     draft_batches: tuple[int, ...] = (1, 32)
     live_tokens: int = 4
-    """A model of which only so many tokens have logits above zero soon repeats itself."""
+    """Number of tokens with logits above zero; a small number makes the model repeat itself."""
     profile_steps: int = 12
     idle_from_step: int = 80
     idle_steps: int = 48
@@ -119,7 +119,7 @@ class Scale:
 
 @dataclass(slots=True)
 class GpuBench:
-    """One executor at a time, and what this run measured so far."""
+    """Holds one executor at a time, and the measurements of this run."""
 
     scale: Scale
     device: str = "cuda"
@@ -135,7 +135,7 @@ class GpuBench:
     def executor(
         self, shape: str, *, burst: int = 1, batch_invariant: bool = False, live_tokens: int | None = None
     ) -> SharedPool:
-        """The one asked for; whoever was there before is closed unless it is the same."""
+        """The requested executor; a different one that is open is closed first."""
         key = (shape, burst, batch_invariant, live_tokens)
         if self._made is None or key != self._key:
             self.close()
@@ -200,7 +200,7 @@ def rates(bench: GpuBench) -> PartResult:
 
 
 def check(bench: GpuBench) -> PartResult:
-    """Token for token what the CPU executor says, in float32, for a tiny model of each family."""
+    """Compare tokens with the CPU executor in float32, for a tiny model of each family."""
     rows = []
     for name in bench.scale.checked:
         ours = _tokens(GpuBench(_checking(bench.scale, name), bench.device, bench.make, said=bench.said), name)
@@ -213,7 +213,7 @@ def check(bench: GpuBench) -> PartResult:
 
 CHECK_LOAD = ClosedLoopLoad(4, 130, 24, 4, lengths=(3, 17, 64, 130))
 CHECK_BLOCKS, CHECK_CONTEXT, CHECK_STEP_TOKENS = 128, 512, 96
-"""A prompt takes several steps, beside the decodes of others."""
+"""A prompt takes several steps, beside decodes of other requests."""
 
 
 def _checking(scale: Scale, name: str) -> Scale:
@@ -289,7 +289,7 @@ def prefill(bench: GpuBench) -> PartResult:
 
 
 def attention(bench: GpuBench) -> PartResult:
-    """The kernels that read KV, alone: from the profiler, and from what a longer context adds to a step."""
+    """Attention kernels alone: from the profiler, and from the time that a longer context adds to a step."""
     scale, sizes = bench.scale, bench.sizes(bench.scale.shape)
     executor = bench.executor(scale.shape)
     stepper = StepTimer(executor)
@@ -341,7 +341,7 @@ def _serve(bench: GpuBench, executor: SharedPool, load: ClosedLoopLoad) -> tuple
 
 
 def peer(bench: GpuBench) -> PartResult:
-    """`transformers` first with a small load; with the whole one if that seems to fit the time. Then we do the same."""
+    """Run `transformers` with a small load, then with the whole load if the time allows, then Baton with the same."""
     scale = bench.scale
     bench.close()
     model = load_peer(scale.shape, bench.device)
@@ -396,7 +396,7 @@ def _profile_service(bench: GpuBench, executor: SharedPool) -> list[Span]:
 
 
 def invariant(bench: GpuBench) -> PartResult:
-    """What it costs that a row's numbers do not depend on its neighbours."""
+    """Cost of the batch-invariant mode."""
     scale = bench.scale
     usual = StepTimer(bench.executor(scale.shape))
     before = {batch: usual.decode(batch, scale.context) for batch in scale.batches}
@@ -411,7 +411,7 @@ def invariant(bench: GpuBench) -> PartResult:
 
 
 def drafts(bench: GpuBench) -> PartResult:
-    """A model that repeats itself, with and without drafts: the best that n-grams can do."""
+    """A repetitive model with and without drafts: the best case of n-grams."""
     scale = bench.scale
     plain = StepTimer(bench.executor(scale.shape, live_tokens=scale.live_tokens))
     before = {batch: plain.decode(batch, scale.context) for batch in scale.draft_batches}
@@ -457,7 +457,7 @@ PARTS: dict[str, Callable[[GpuBench], PartResult]] = {
     part.__name__: part
     for part in (rates, check, decode, attention, prefill, serve, idle, grid, invariant, drafts, moe, peer, families)
 }
-"""In the order in which they are done: what matters most comes first, should the time run out."""
+"""In order of execution; the most important come first, in case the time runs out."""
 
 
 # ── rows ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -522,7 +522,7 @@ def measured_rates(device: str) -> GpuRates:
 
 
 def parts_named(names: Sequence[str]) -> list[str]:
-    """In the order in which they are done; raises CannotMeasure for one that there is not."""
+    """The named parts in order of execution; raises CannotMeasure for an unknown one."""
     unknown = [name for name in names if name not in PARTS]
     if unknown:
         raise CannotMeasure(f"there is no part {unknown[0]!r} (there are: {', '.join(PARTS)})")

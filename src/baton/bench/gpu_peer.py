@@ -1,4 +1,4 @@
-"""The peer: continuous batching as `transformers` itself does it, with the same weights and the same load.
+"""The peer: continuous batching of `transformers`, with the same weights and load.
 
 Owns how it is called. It is given what it is said to like best: paged attention over flash kernels where they are installed,
 CUDA graphs and asynchronous batching as it sees fit. Its warm-up is not in the time.
@@ -19,7 +19,7 @@ LOOK_S = 0.5
 
 
 class PeerFailed(BatonError):
-    """The peer did not do the load; the message says how far it came."""
+    """The peer did not finish the load; the message says how far it got."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class PeerRun:
 
 
 def load_peer(shape: str, device: str) -> PreTrainedModel:
-    """The model that the executor has, as `transformers` runs it."""
+    """The executor's model, loaded by `transformers`."""
     model = load_shape(shape, "bfloat16", device).model
     model.set_attn_implementation("sdpa")
     return model

@@ -1,4 +1,4 @@
-"""What the GPU did and when, from the profiler: how long it was idle, and which kernels took how long.
+"""GPU activity from the profiler: idle time, and time by kernel.
 
 ▇▇▇▇ ▇▇▇▇▇▇▇  ▇▇▇▇▇▇ ······ ▇▇▇▇ ▇▇▇▇▇▇▇       a gap inside a step is a few microseconds; between steps it is more
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from torch.profiler import ProfilerActivity, profile
 
 BETWEEN_STEPS_US = 5.0
-"""A gap as long as this is not between two kernels of one step."""
+"""Gaps at least this long lie between steps, not between kernels of one step."""
 ATTENTION = re.compile(r"^attend_|attention|flash|decode_paged|BatchDecode|BatchPrefill", re.IGNORECASE)
 """Names of kernels that read KV."""
 BESIDE = ("Memcpy", "Memset")
@@ -28,20 +28,20 @@ class Span:
 
 
 class Recorder:
-    """The profiler, between a start and a stop that may lie in different places."""
+    """The profiler, with separate start and stop."""
 
     def __init__(self) -> None:
         self._profiler = profile(activities=[ProfilerActivity.CUDA])
         self._running = False
         self.spans: list[Span] = []
-        """What it saw, once it has stopped."""
+        """Recorded spans, set by `stop`."""
 
     def start(self) -> None:
         self._profiler.start()
         self._running = True
 
     def stop(self) -> None:
-        """Of no effect where it does not run."""
+        """No-op when it is not running."""
         if self._running:
             self._running = False
             self._profiler.stop()
@@ -49,7 +49,7 @@ class Recorder:
 
 
 def spans_of(profiler: profile) -> list[Span]:
-    """Kernels, copies and fills, by when they began."""
+    """Kernels, copies and fills, sorted by start."""
     found = [
         Span(event.name, float(event.time_range.start), float(event.time_range.end))
         for event in profiler.events() or ()  # type: ignore[no-untyped-call]
@@ -59,7 +59,7 @@ def spans_of(profiler: profile) -> list[Span]:
 
 
 def within(spans: Sequence[Span], first: float, last: float) -> list[Span]:
-    """Those that lie between two shares of the whole time."""
+    """Spans between two fractions of the whole time."""
     if not spans:
         return []
     begin_us, end_us = spans[0].begin_us, max(span.end_us for span in spans)
@@ -69,7 +69,7 @@ def within(spans: Sequence[Span], first: float, last: float) -> list[Span]:
 
 
 def gaps_us(spans: Iterable[Span]) -> list[float]:
-    """How long nothing ran, each time that was so. `spans` by when they began; they may overlap."""
+    """Length of each idle gap. `spans` are sorted by start and may overlap."""
     gaps: list[float] = []
     busy_until_us: float | None = None
     for span in spans:
@@ -80,7 +80,7 @@ def gaps_us(spans: Iterable[Span]) -> list[float]:
 
 
 def idle_share(spans: Sequence[Span], least_us: float = 0.0) -> float:
-    """Of the time from the first to the last, how much lay in gaps at least so long."""
+    """Share of the whole time that lies in gaps of at least `least_us`."""
     if not spans:
         return 1.0
     length_us = max(span.end_us for span in spans) - spans[0].begin_us

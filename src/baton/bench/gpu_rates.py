@@ -1,4 +1,4 @@
-"""How fast this GPU reads and multiplies, measured now: what every floor of the run is held against.
+"""Measures this GPU's memory read and matrix rates, on which all floors of the run are based.
 
 The best of several ways to read counts, and the best product: a floor must not be high because a library was slow.
 """
@@ -13,7 +13,7 @@ from baton.bench.gpu_floor import GpuRates
 from baton.bench.gpu_report import middle
 
 READ_BYTES = 4 << 30
-"""Much more than any cache holds."""
+"""Much larger than any cache."""
 SQUARE = 8192
 WARM_UPS, RUNS = 3, 15
 
@@ -47,7 +47,7 @@ def _matrix_flop_per_s(device: torch.device) -> float:
 
 
 def time_s(work: Callable[[], object], runs: int = RUNS) -> float:
-    """The median of several runs, each between two marks on the device."""
+    """Median of several runs, timed with device events."""
     for _ in range(WARM_UPS):
         work()
     marks = [(_mark(), _mark()) for _ in range(runs)]

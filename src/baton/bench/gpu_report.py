@@ -17,18 +17,18 @@ SCHEMA = 1
 
 
 class BadGpuReport(BatonError):
-    """A file that is no report of ours; the message says why."""
+    """Not a valid report file; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuRow:
-    """One number, what it is held against, and what it shall be."""
+    """One measurement, its reference and its target."""
 
     what: str
     measured: float
     unit: str
     against: str = ""
-    """What the ratio is to, in words and numbers."""
+    """The reference of the ratio, as text."""
     ratio: float | None = None
     at_most: float | None = None
     at_least: float | None = None
@@ -36,7 +36,7 @@ class GpuRow:
 
     @property
     def met(self) -> bool | None:
-        """None: nothing was asked for."""
+        """Whether the target is met; None without a target."""
         if self.ratio is None or (self.at_most is None and self.at_least is None):
             return None
         return (self.at_most is None or self.ratio <= self.at_most) and (
@@ -52,7 +52,7 @@ class GpuRow:
 
 @dataclass(frozen=True, slots=True)
 class StepPoint:
-    """A step that was timed: decodes at a context, or chunks of several sequences that begin at a position."""
+    """A timed step: decodes at a context, or chunks of several sequences that begin at a position."""
 
     shape: str
     us: float
@@ -68,7 +68,7 @@ class StepPoint:
 class PartResult:
     part: str
     rates: GpuRates | None = None
-    """Measured by the process that did this part."""
+    """Rates measured by the process of this part."""
     rows: list[GpuRow] = field(default_factory=list)
     points: list[StepPoint] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -92,7 +92,7 @@ class GpuReport:
 
     @property
     def missed(self) -> list[str]:
-        """Targets that were not reached."""
+        """Rows whose target is not met."""
         return [f"{part.part}: {row.what}" for part in self.parts for row in part.rows if row.met is False]
 
 
@@ -124,7 +124,7 @@ def part_of(value: dict[str, object]) -> PartResult:
 
 
 def merged(old: GpuReport, new: GpuReport) -> GpuReport:
-    """Parts that were done again replace those that were done before."""
+    """Merge two reports; newer parts replace older ones."""
     again = {part.part for part in new.parts}
     kept = [part for part in old.parts if part.part not in again]
     return GpuReport(new.made, new.machine, [*kept, *new.parts])
@@ -197,7 +197,7 @@ def markdown_of(report: GpuReport) -> str:
         f"{rates.matrix_flop_per_s / 1e12:,.0f} TFLOP/s. "
     )  # fmt: skip
     head = [
-        "# On a GPU",
+        "# GPU benchmark record",
         "",
         f"Measured on {report.made[:10]} with `baton bench gpu` on {_machine(machine)}; {versions}.",
         f"{measured}A floor is the sum over a step's operations of the longer of two times: the bytes it must read at that "

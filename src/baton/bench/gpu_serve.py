@@ -1,10 +1,10 @@
 """A whole engine without its servers: clients in a closed loop, the real worker, the executor, and planning beside it.
 
-Owns the loop, which is that of the engine process: results are collected on a thread of their own, whatever has arrived is
-told to the worker, and a pass is made whenever one is due. No messages are encoded and nobody reads text.
+Owns the loop, which is that of the engine process: results are collected on a thread, the worker handles whatever has
+arrived, and a pass is made whenever one is due. No messages are encoded and no text is decoded.
 
-What the steps alone allow is measured with the plans of that very run: made beforehand, they are launched again one behind
-the other. What is missing to that is the price of deciding.
+The time of the steps alone is measured by launching the plans of the same run again, one after the other. The difference is
+the cost of planning.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from baton.core.engine.worker import Deliver, GroupRefused, Launch, StepDone, Wi
 from baton.core.errors import InvariantViolated
 
 DEPTH = 2
-"""As in service: one step is planned while another computes."""
+"""Steps in flight, as in service: one is planned while another computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +39,10 @@ class ClosedLoopLoad:
     prompt_tokens: int
     output_tokens: int
     at_once: int
-    """Clients, each of which sends its next request when it has its answer."""
+    """Number of clients; each sends its next request after its answer."""
     temperature: float = 0.0
     lengths: tuple[int, ...] = ()
-    """Of each prompt, where they are not all the same."""
+    """Prompt lengths, when not all equal."""
 
     def __str__(self) -> str:
         return f"{self.requests} × ({self.prompt_tokens:,} in, {self.output_tokens:,} out)"
@@ -60,14 +60,14 @@ class ServedTotals:
     plans: list[StepPlan] = field(default_factory=list)
     settled: list[Settled] = field(default_factory=list)
     order: list[Serial] = field(default_factory=list)
-    """Of the requests, as they were sent."""
+    """Request ids in the order sent."""
 
     @property
     def tokens_per_s(self) -> float:
         return self.output_tokens / self.seconds
 
     def answers(self) -> list[list[int]]:
-        """What each request got."""
+        """Tokens generated for each request."""
         given: dict[int, list[int]] = {serial: [] for serial in self.order}
         for step in self.settled:
             parts = np.split(step.tokens, np.cumsum(step.counts))[:-1]
@@ -77,11 +77,11 @@ class ServedTotals:
 
 
 Watch = Callable[[int], None]
-"""Told how many steps have settled, after each."""
+"""Called after each settled step with the number of settled steps."""
 
 
 def _nobody(_: int) -> None:
-    """The default: nobody is watching."""
+    """Default callback: does nothing."""
 
 
 class ClosedLoop:
@@ -106,7 +106,7 @@ class ClosedLoop:
         self._served = ServedTotals()
 
     def run(self) -> ServedTotals:
-        """Serve the whole load. The executor's slots are empty before and after."""
+        """Serve the whole load. The executor's slots must be empty before, and are empty after."""
         gc.collect()
         gc.freeze()
         began_s = time.perf_counter()
@@ -125,7 +125,7 @@ class ClosedLoop:
         return self._served
 
     def _turn(self) -> None:
-        """Take in what has arrived, plan what is due, else wait for whatever comes next."""
+        """Handle results that have arrived, plan if a pass is due, else wait for the next result."""
         while not self._done.empty():
             self._take(self._done.get())
         if self._driver.is_due:
@@ -173,7 +173,7 @@ def _now_us() -> int:
 
 
 def steps_alone_s(executor: SharedPool, plans: list[StepPlan]) -> float:
-    """How long the same plans take when nothing is decided between them."""
+    """Seconds that the same plans take when launched without planning in between."""
     began_s = time.perf_counter()
     for _ in stream(executor, iter(plans)):
         pass

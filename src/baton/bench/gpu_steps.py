@@ -17,63 +17,49 @@ from itertools import pairwise
 import numpy as np
 
 from baton.bench.gpu_report import middle
-from baton.core.engine.plan import (
-    NO_INT32S,
-    NO_INT64S,
-    Chunk,
-    Copy,
-    Int32s,
-    Int64s,
-    RowOutcome,
-    Start,
-    StepPlan,
-    StepResult,
-    Stop,
-)
-from baton.core.engine.request import Sampling, frozen_tokens
+from baton.bench.step_plans import GREEDY, StepPlans, stop_of
+from baton.core.engine.plan import Chunk, Copy, Int32s, Int64s, RowOutcome, Start, StepPlan, StepResult, Stop
+from baton.core.engine.request import Sampling
 from baton.core.errors import BatonError
 from baton.executor.contract import Executor, KvView, LayerDone
 
 IN_FLIGHT = 4
-"""So many that the device never waits for us."""
+"""Steps in flight; enough that the device never waits for the host."""
 COPIES_A_STEP = 256
 WARM_UP_STEPS, WINDOWS, WINDOW_STEPS = 6, 3, 12
 PREFILL_RUNS = 6
-GREEDY = Sampling(seed=0, temperature=0.0)
 
 
 class CannotMeasure(BatonError):
-    """The executor did not do what a step asked of it; the message says which."""
+    """A row of a step computed nothing, or there is too little room; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
     step_s: float
     tokens_a_step: float
-    """Yielded, all rows together."""
+    """Tokens generated per step, over all rows."""
 
 
 class StepTimer:
     def __init__(self, executor: Executor, clock_s: Callable[[], float] = time.perf_counter) -> None:
         self._executor = executor
         self._clock_s = clock_s
-        self._step = 0
-        self._epoch = 0
-        self._draws = np.random.default_rng(0)
+        self._plans = StepPlans(executor.shape.block_size, (0, executor.vocabulary))
 
     def fill(self) -> None:
-        """Real KV into every block: what was never written may be read faster, and zeros are computed with faster."""
+        """Write KV into every block: unwritten pages may read faster, and zeros compute faster."""
         shape = self._executor.shape
-        start = self._start(0, shape.block_size, 0, shape.block_size + 1, 0, GREEDY)
+        start = self._plans.start(0, shape.block_size, 0, shape.block_size + 1, 0)
         chunk = Chunk(0, start.epoch, 0, shape.block_size, samples=True)
-        plans = [self._plan(starts=(start,), chunks=(chunk,)), self._plan(stops=(Stop(0, start.epoch),))]
+        plans = [self._plans.plan(starts=(start,), chunks=(chunk,)), self._plans.plan(stops=(stop_of(start),))]
         for first in range(1, shape.blocks, COPIES_A_STEP):
             targets = range(first, min(shape.blocks, first + COPIES_A_STEP))
-            plans.append(self._plan(copies=tuple(Copy(0, target) for target in targets)))
+            plans.append(self._plans.plan(copies=tuple(Copy(0, target) for target in targets)))
         self._run(iter(plans), "filling the KV pool")
 
     def decode(self, batch: int, context: int, sampling: Sampling = GREEDY) -> StepTiming:
-        """So many sequences at that context, each feeding one token."""
+        """Time decode steps of `batch` sequences at a context."""
         steps = WARM_UP_STEPS + WINDOWS * WINDOW_STEPS
         plans = self.decode_plans(batch, context, steps, sampling)
         ends_s, results = self._run(plans, f"{batch} decodes at {context}")
@@ -85,29 +71,29 @@ class StepTimer:
         return StepTiming(middle(windows), sum(int(result.counts.sum()) for result in counted) / len(counted))
 
     def decode_plans(self, batch: int, context: int, steps: int, sampling: Sampling = GREEDY) -> Iterator[StepPlan]:
-        """`steps` steps whose context is, on average, the one asked for; then one that lets go of everything."""
+        """`steps` decode steps whose mean context is `context`, then one that stops all sequences."""
         burst = self._executor.shape.burst
         known = max(1, context - steps // 2)
         starts, block = list[Start](), 0
         for slot in range(batch):
-            starts.append(self._start(slot, known, known - 1, known + steps * burst + 1, block, sampling))
+            starts.append(self._plans.start(slot, known, known - 1, known + steps * burst + 1, block, sampling))
             block += len(starts[-1].blocks)
         self._check_room(batch, block, max(start.limit for start in starts))
         slots: Int32s = np.arange(batch, dtype=np.int32)
         epochs: Int64s = np.array([start.epoch for start in starts], dtype=np.int64)
-        yield self._plan(starts=tuple(starts), decode_slots=slots, decode_epochs=epochs)
+        yield self._plans.plan(starts=tuple(starts), decode_slots=slots, decode_epochs=epochs)
         for _ in range(steps - 1):
-            yield self._plan(decode_slots=slots, decode_epochs=epochs)
-        yield self._plan(stops=tuple(Stop(start.slot, start.epoch) for start in starts))
+            yield self._plans.plan(decode_slots=slots, decode_epochs=epochs)
+        yield self._plans.plan(stops=tuple(stop_of(start) for start in starts))
 
     def prefill(self, sequences: int, tokens: int, begin: int = 0) -> StepTiming:
-        """The next `tokens` of each of so many sequences, after `begin` that are there already."""
+        """Time prefill steps of the next `tokens` tokens of each sequence, after `begin` cached ones."""
         ends_s, results = self._run(self._prefill_plans(sequences, tokens, begin), f"{sequences} × {tokens} at {begin}")
         steps_s = [after - before for before, after in pairwise(ends_s[1 : PREFILL_RUNS + 1])]
         return StepTiming(middle(steps_s), float(results[1].counts.sum()))
 
     def _prefill_plans(self, sequences: int, tokens: int, begin: int) -> Iterator[StepPlan]:
-        """Ever new sequences, in slots that no step in flight still names."""
+        """New sequences in every step, in slots that no step in flight uses."""
         groups: deque[list[Start]] = deque([] for _ in range(IN_FLIGHT + 1))
         places = deque(range(len(groups)))
         blocks = -(-(begin + tokens + 1) // self._executor.shape.block_size)
@@ -116,14 +102,14 @@ class StepTimer:
             place, before = places[0], groups.popleft()
             places.rotate(-1)
             fed = [
-                self._start(row, begin + tokens, begin, begin + tokens + 1, row * blocks, GREEDY)
+                self._plans.start(row, begin + tokens, begin, begin + tokens + 1, row * blocks)
                 for row in range(place * sequences, (place + 1) * sequences)
             ]
             groups.append(fed)
             chunks = tuple(Chunk(start.slot, start.epoch, begin, begin + tokens, samples=True) for start in fed)
-            stops = tuple(Stop(start.slot, start.epoch) for start in before)
-            yield self._plan(stops=stops, starts=tuple(fed), chunks=chunks)
-        yield self._plan(stops=tuple(Stop(start.slot, start.epoch) for fed in groups for start in fed))
+            stops = tuple(stop_of(start) for start in before)
+            yield self._plans.plan(stops=stops, starts=tuple(fed), chunks=chunks)
+        yield self._plans.plan(stops=tuple(stop_of(start) for fed in groups for start in fed))
 
     def _check_room(self, slots: int, blocks: int, tokens: int) -> None:
         shape = self._executor.shape
@@ -135,31 +121,8 @@ class StepTimer:
             if wanted > there:
                 raise CannotMeasure(f"{wanted} {name} are more than the {there} there are")
 
-    def _start(self, slot: int, known: int, computed: int, limit: int, first_block: int, sampling: Sampling) -> Start:
-        self._epoch += 1
-        tokens = frozen_tokens(self._draws.integers(0, self._executor.vocabulary, known))
-        count = -(-limit // self._executor.shape.block_size)
-        blocks: Int32s = np.arange(first_block, first_block + count, dtype=np.int32)
-        return Start(slot, self._epoch, tokens, known, computed, limit, sampling, blocks)
-
-    def _plan(
-        self,
-        *,
-        stops: tuple[Stop, ...] = (),
-        copies: tuple[Copy, ...] = (),
-        starts: tuple[Start, ...] = (),
-        chunks: tuple[Chunk, ...] = (),
-        decode_slots: Int32s = NO_INT32S,
-        decode_epochs: Int64s = NO_INT64S,
-    ) -> StepPlan:
-        self._step += 1
-        return StepPlan(
-            self._step, self._step - 1, stops, copies, starts, chunks=chunks, decode_slots=decode_slots,
-            decode_epochs=decode_epochs,
-        )  # fmt: skip
-
     def _run(self, plans: Iterator[StepPlan], what: str) -> tuple[list[float], list[StepResult]]:
-        """When each step's result was there, and the results."""
+        """(completion time of each step, results)."""
         ends_s: list[float] = []
         results = []
         for result in stream(self._executor, plans):
@@ -170,7 +133,7 @@ class StepTimer:
 
 
 class SharedPool:
-    """One executor for several drivers, one after the other: each counts its steps from the first, on empty slots."""
+    """One executor for several drivers in sequence; each numbers its steps from 1 and finds empty slots."""
 
     def __init__(self, inner: Executor) -> None:
         self.inner = inner
@@ -181,7 +144,7 @@ class SharedPool:
         self._step = 0
         self._asked: deque[int] = deque()
         self._held: dict[int, int] = {}
-        """Slot → epoch of whoever was started there and not stopped."""
+        """Slot → epoch of sequences started and not stopped."""
 
     @property
     def kv(self) -> KvView:
@@ -200,7 +163,7 @@ class SharedPool:
         return replace(result, step=self._asked.popleft())
 
     def clear(self) -> None:
-        """Empty every slot that the last driver left as it was."""
+        """Stop every sequence that the last driver left."""
         stops = tuple(Stop(slot, epoch) for slot, epoch in self._held.items())
         if stops:
             self.launch(StepPlan(0, 0, stops))
@@ -211,7 +174,7 @@ class SharedPool:
 
 
 def stream(executor: Executor, plans: Iterator[StepPlan], in_flight: int = IN_FLIGHT) -> Iterator[StepResult]:
-    """Results in order, with so many steps launched ahead."""
+    """Results in order, with up to `in_flight` steps launched ahead."""
     waiting = 0
     for plan in plans:
         executor.launch(plan)
@@ -224,7 +187,7 @@ def stream(executor: Executor, plans: Iterator[StepPlan], in_flight: int = IN_FL
 
 
 def _check(result: StepResult, what: str) -> None:
-    """A step in which a row did nothing has not been measured."""
+    """Raise when a row of the step computed nothing."""
     idle = ~np.isin(result.outcomes, (RowOutcome.TOKENS, RowOutcome.PREEMPTED))
     if idle.any():
         name = RowOutcome(int(result.outcomes[idle][0])).name.lower()

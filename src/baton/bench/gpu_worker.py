@@ -1,4 +1,4 @@
-"""The child of `baton bench gpu`: measures the rates of the GPU, then does its parts and notes them."""
+"""Child process of `baton bench gpu`: measures the GPU's rates, then runs parts and writes notes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drives sessions against a server: a closed loop of N at a time, or an open loop that starts them when due.
+"""Runs sessions against a server in a closed loop (N at a time) or an open loop (each when due).
 
 Owns concurrency and time, and collects `RunResult`. Bounded everywhere: sessions are drawn lazily, at most
 `outstanding_max` are alive, and the whole run ends after `seconds_max` with the rest counted as unsent.
@@ -23,7 +23,7 @@ Progress = Callable[[int, int], None]
 
 
 class LoadTooLarge(Exception):
-    """More requests than a run keeps records of."""
+    """More requests than a run can record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class _Run:
             self._progress(1, self._output_tokens)
             if number < last:
                 if reply is None:
-                    return  # without its answer the next round would be another conversation
+                    return  # the next round needs the answer as history
                 conversation.hear(number, reply)
                 await asyncio.sleep(session.think_s)
 
@@ -123,7 +123,7 @@ class _Run:
         self.result.records.append(record)
 
     def cut(self) -> None:
-        """Mark what was still in flight when the time ran out."""
+        """Record requests in flight at the time limit as errors."""
         self.result.cut_short = True
         now_s = self._client.now_s()
         for record in self.result.records:
@@ -135,7 +135,7 @@ class _Run:
 async def run_load(
     plan: Plan, sessions: Iterator[BenchSession], progress: Progress = lambda _done, _tokens: None
 ) -> RunResult:
-    """Send it all and wait for the answers. Failures are in the records; only mistakes of the caller raise."""
+    """Send all sessions and wait for the answers. Request failures are in the records; only caller errors raise."""
     connections = plan.loop.concurrency if isinstance(plan.loop, Closed) else plan.loop.outstanding_max
     async with open_http(connections) as http:
         await _warm_up(plan, http)
@@ -158,7 +158,7 @@ async def _warm_up(plan: Plan, http: aiohttp.ClientSession) -> None:
     if not plan.warmup:
         return
     client = StreamingClient(http, plan.target, plan.ask)
-    # A seed of its own, so that the measured prompts are not in the server's cache.
+    # Another seed, so that the measured prompts are not in the server's cache.
     recipe = Recipe(seed=plan.recipe.seed + 1_000_003, tokens=plan.recipe.tokens)
     sessions = fixed_sessions(plan.warmup, Round(16, 4), WorkloadShape())
     async with asyncio.TaskGroup() as group:

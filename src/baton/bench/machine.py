@@ -1,4 +1,4 @@
-"""The machine that a benchmark runs on: what it is, and how busy others keep it.
+"""Describes the machine of a benchmark and the load by other processes.
 
 Owns the reading of /proc. On systems without it the load numbers are zero and the names come from `platform`.
 """
@@ -17,11 +17,11 @@ _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class OtherLoad(msgspec.Struct, frozen=True):
-    """Taken just before a run, when nothing of ours works: all of it is somebody else's."""
+    """Load by other processes, sampled before a run while ours are idle."""
 
     loadavg_1m: float
     busy_cores: float
-    """Cores kept busy while we looked."""
+    """Busy cores during the sample."""
     steal_percent: float
     """Share of the CPU time that the hypervisor gave to other machines."""
 
@@ -44,7 +44,7 @@ def describe_machine() -> dict[str, str | int | float]:
 
 
 def other_load(look_s: float = 1.0) -> OtherLoad:
-    """Watches for `look_s`, and blocks that long."""
+    """Sample for `look_s` seconds; blocks that long."""
     before = _cpu_times()
     time.sleep(look_s)
     after = _cpu_times()

@@ -1,4 +1,4 @@
-"""A picture of one run: how latencies are distributed, and what the server did over time.
+"""Plots one run: latency distributions, and throughput over time.
 
 Owns the drawing. matplotlib is an optional extra (`plot`) and is imported only here, only when a picture is asked for.
 """
@@ -26,7 +26,7 @@ class PlotUnavailable(Exception):
 
 
 def require_matplotlib() -> None:
-    """Called before a run, so that nobody waits an hour to learn that the picture cannot be drawn."""
+    """Raise PlotUnavailable before a run instead of after it."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -69,8 +69,8 @@ def _cdf(axes: Axes, name: str, values_s: Sequence[float]) -> None:
     axes.plot([percentile(ordered, share) for share in shares], shares, color=BLUE)
     marks = [percentile(ordered, share) for share in MARKED]
     axes.plot(marks, MARKED, "o", color=ORANGE, markersize=5)
-    told = " · ".join(f"p{share * 100:.0f} {mark:,.0f}" for share, mark in zip(MARKED, marks, strict=True))
-    axes.set_title(f"{name}\n{told} ms", fontsize=11)
+    percentiles = " · ".join(f"p{share * 100:.0f} {mark:,.0f}" for share, mark in zip(MARKED, marks, strict=True))
+    axes.set_title(f"{name}\n{percentiles} ms", fontsize=11)
     axes.set_xlim(0, ordered[-1] * 1.05)
 
 

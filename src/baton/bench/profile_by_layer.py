@@ -1,4 +1,4 @@
-"""Where the time of a run goes, by layer: what `baton sim run --profile` shows.
+"""CPU time of a run by layer, for `baton sim run --profile`.
 
 Owns the grouping. Functions that are not ours (Python's, numpy's) are charged to whoever of ours called them, so a row is
 what a layer costs with all that it uses. The profiler slows everything down: shares mean something, seconds do not.
@@ -31,7 +31,7 @@ LAYERS = {
     "sim": "instances, front end, clients, records",
     ELSEWHERE: "reading the trace, progress, the rest",
 }
-"""From the most to the least particular, and what each does."""
+"""Path prefix → description; the most specific prefix first."""
 
 Result = TypeVar("Result")
 Place = tuple[str, int, str]

@@ -1,4 +1,4 @@
-"""Times the scheduler alone: plan, settle and the encoding of what it delivers, with no model behind it.
+"""Times the scheduler alone: plan, settle and the encoding of its output, without a model.
 
 A step here does what a step in service does, apart from the matrix products: planning, block growth, stop checks, naming
 full blocks for the prefix cache, and the message to the front end as bytes.
@@ -71,7 +71,7 @@ def _loaded_engine(rows: int, blocks: int, block_size: int) -> InstantEngine:
 
 
 class InstantEngine:
-    """A Worker in no time: a step computes nothing and is over at once. What it delivers is encoded as in service."""
+    """A Worker whose steps compute nothing and end at once. Its output is encoded as in service."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self.worker = Worker(config, PrefixIndex(b"bench", b"bench", config.blocks))
@@ -84,7 +84,7 @@ class InstantEngine:
         self._driver.handle(Submit(self._submitted, (submission,)))
 
     def step(self) -> int:
-        """Plan, pretend to compute, settle, encode. Answers how many rows decoded."""
+        """Plan, settle with made-up results, encode. Returns the number of decoded rows."""
         self._driver.tick()
         plan, self._plan = self._plan, None
         if plan is None:
@@ -120,6 +120,6 @@ def _sevens(worker: Worker, plan: StepPlan) -> StepResult:
 
 
 def growth_ns_per_row(timings: list[SchedulerTiming]) -> float:
-    """What one more row adds to a step, from the smallest to the largest size timed."""
+    """Nanoseconds that each further row adds to a step, between the smallest and largest sizes."""
     first, last = timings[0], timings[-1]
     return (last.us_per_step - first.us_per_step) * 1000 / max(1, last.rows - first.rows)

@@ -41,7 +41,7 @@ class BadOptions(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """None means: not given."""
+    """Options of the command; None: not given."""
 
     url: str = "http://127.0.0.1:8000"
     endpoint: Endpoint = Endpoint.COMPLETIONS
@@ -80,9 +80,9 @@ class ServeOptions:
 class Workload:
     options: ServeOptions
     requests: int
-    """How many will be sent if all goes well."""
+    """Number of requests that will be sent."""
     skipped: int
-    """Traced requests that were longer than allowed."""
+    """Traced requests left out because they are too long."""
     smeared: bool
 
     def sessions(self) -> Iterator[BenchSession]:
@@ -96,7 +96,7 @@ class Workload:
 
 
 def prepare(options: ServeOptions) -> Workload:
-    """Check the options and, where there is a trace, all of it: nothing is sent before everything is understood."""
+    """Validate the options and the whole trace before anything is sent."""
     _check(options)
     if options.trace is None:
         count = (options.sessions or options.requests or REQUESTS_DEFAULT) * options.rounds

@@ -1,4 +1,4 @@
-"""The options of `baton sim run`, each declared where it is kept."""
+"""The options of `baton sim run`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _option(
 
 @dataclass(frozen=True, slots=True)
 class SimOptions:
-    """Absent is None; what then holds is decided here, not on the command line."""
+    """Options of a simulation; None: not given. Defaults are resolved here, not on the command line."""
 
     trace: Path | None = None
     limit: Annotated[int | None, _option("limit", Panel.TRACED, "First requests that fit. Default: all.", 1, 1_000_000)] = (

@@ -26,13 +26,13 @@ from baton.sim.workload import BadWorkload, SyntheticLoad
 CLIENTS_AN_INSTANCE = 64
 DEFAULT_REQUESTS, DEFAULT_INPUT_TOKENS, DEFAULT_OUTPUT_TOKENS = 1000, 1024, 256
 KV_MEMORY_BYTES = {"h200-8b": 102 << 30, "glm-4.5-air-tp8": 330 << 30}
-"""What is left of the machine's memory beside the weights."""
+"""KV pool of the built-in machine: its memory without the weights."""
 KV_MEMORY_BYTES_OTHERS = 2 << 30
-"""As `baton serve` takes."""
+"""Default KV pool for other step-time models, as in `baton serve`."""
 LANE_GBYTES_PER_S = 50.0
-"""Each way between instances: a network card of 400 Gbit/s with RDMA, as machines of this kind have one a GPU."""
+"""Bandwidth between instances, each way: one 400 Gbit/s RDMA card per GPU."""
 PEER_DELAY_US = 100
-"""One way between instances."""
+"""One-way latency between instances."""
 SPLIT_SYNTAX = "write how many prefill and how many decode, such as 3P5D"
 LONG_RUN_S = 1200.0
 LOOK_EVERY_S, LOOK_EVERY_S_LONG = 0.1, 1.0
@@ -43,7 +43,7 @@ COMPARE_SYNTAX = (
 
 
 class BadSimOptions(BatonError):
-    """Options that do not go together, or mean nothing; the message names them and says what does."""
+    """Contradictory or meaningless options; the message names them."""
 
 
 def parse_policies(text: str, victims: VictimPolicy) -> tuple[ReserveAndVictims, ...]:
@@ -67,12 +67,12 @@ def _parse_policy(item: str, victims: VictimPolicy) -> ReserveAndVictims:
 
 
 def parse_split(text: str) -> tuple[int, int]:
-    """How many instances prefill for the others, and how many decode."""
+    """(prefill instances, decode instances)."""
     found = re.fullmatch(r"(\d{1,4})P(\d{1,4})D", text.strip(), re.IGNORECASE)
-    givers, takers = (int(found[1]), int(found[2])) if found else (0, 0)
-    if not givers or not takers:
+    prefill, decode = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not prefill or not decode:
         raise BadSimOptions(f"--split {text!r} is no split: {SPLIT_SYNTAX}")
-    return givers, takers
+    return prefill, decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +95,13 @@ def label_of(policy: ReserveAndVictims) -> str:
 
 
 def refuse_contradictions(options: SimOptions) -> None:
-    """Wherever one of two options would silently do nothing."""
+    """Raise when an option would have no effect."""
     made_up = {
         "--requests": options.requests, "--input-tokens": options.input_tokens, "--output-tokens": options.output_tokens,
         "--sessions": options.sessions, "--rounds": options.rounds, "--think-s": options.think_s,
     }  # fmt: skip
     idle = ", ".join(name for name, value in made_up.items() if value is not None)
-    traced, talks = options.trace is not None, options.sessions is not None
+    traced, sessions = options.trace is not None, options.sessions is not None
     rated, closed, sped = (value is not None for value in (options.rate, options.concurrency, options.speed))
     split = options.split is not None
     rules = (
@@ -113,8 +113,14 @@ def refuse_contradictions(options: SimOptions) -> None:
             "--seeds differ in when requests come, and a closed loop has none of that: give --rate, or one seed",
         ),
         (sped and (rated or closed), "--speed plays the trace's own times, which --rate and --concurrency replace"),
-        (talks and options.requests is not None, "--sessions × --rounds is the number of requests; leave out --requests"),
-        (not talks and (options.rounds or options.think_s) is not None, "--rounds and --think-s are for --sessions"),
+        (
+            sessions and options.requests is not None,
+            "--sessions × --rounds is the number of requests; leave out --requests",
+        ),
+        (
+            not sessions and (options.rounds or options.think_s) is not None,
+            "--rounds and --think-s are for --sessions",
+        ),
         (
             options.kv_blocks is not None and options.kv_memory_bytes is not None,
             "--kv-blocks and --kv-memory both size the pool",
@@ -132,14 +138,14 @@ def refuse_contradictions(options: SimOptions) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedLoad:
-    """What is asked of the cluster: calls by seed, and how they are told of."""
+    """The requests sent to the simulated cluster, by seed, and their description in reports."""
 
-    told: str
+    title: str
     requests: int
     calls: Callable[[int], list[PlannedRequest]]
     concurrency: int | None
     span_s: float | None
-    """About how long arrivals take, where that is known beforehand."""
+    """Approximate duration of arrivals, if known."""
     notes: tuple[str, ...] = ()
 
 
@@ -169,32 +175,32 @@ def _synthetic(options: SimOptions, sequence_tokens_max: int) -> SimulatedLoad:
     else:
         concurrency = options.concurrency or CLIENTS_AN_INSTANCE * options.instances
         pace = f"{concurrency:,} clients"
-    talks = f" in {made.conversations:,} conversations of {made.rounds}" if made.rounds > 1 else ""
-    told = f"{made.requests:,} requests{talks}, {made.input_tokens:,} tokens in, {made.output_tokens:,} out, {pace}"
+    in_rounds = f" in {made.conversations:,} conversations of {made.rounds}" if made.rounds > 1 else ""
+    title = f"{made.requests:,} requests{in_rounds}, {made.input_tokens:,} tokens in, {made.output_tokens:,} out, {pace}"
     span_s = made.conversations / options.rate if options.rate is not None else None
-    return SimulatedLoad(told, made.requests, made.calls, concurrency, span_s)
+    return SimulatedLoad(title, made.requests, made.calls, concurrency, span_s)
 
 
 def _traced(options: SimOptions, trace: Path, sequence_tokens_max: int) -> SimulatedLoad:
     load = read_load(trace, options.limit, options.max_tokens, sequence_tokens_max)
     count = len(load.requests)
-    told = f"{count:,} requests of {trace.name}"
+    title = f"{count:,} requests of {trace.name}"
     notes: tuple[str, ...] = ()
     if load.skipped:
         notes = (f"{load.skipped:,} requests of the trace are left out: empty, or over {sequence_tokens_max:,} tokens.",)
     if (clients := options.concurrency) is not None:
         closed = load.when_a_client_is_free()
-        return SimulatedLoad(f"{told}, {clients:,} clients", count, lambda _seed: closed, clients, None, notes)
+        return SimulatedLoad(f"{title}, {clients:,} clients", count, lambda _seed: closed, clients, None, notes)
     if (rate := options.rate) is not None:
         return SimulatedLoad(
-            f"{told}, {rate:g} a second", count, lambda seed: load.at_rate(seed, rate), None, count / rate, notes
+            f"{title}, {rate:g} a second", count, lambda seed: load.at_rate(seed, rate), None, count / rate, notes
         )
     if not load.is_timed:
         raise BadSimOptions(f"{trace} has lengths but no times: say when requests come with --rate or --concurrency")
     speed = options.speed or 1.0
-    told, span_s = f"{told} at {speed:g} × its rate", load.gap_s * count / speed
+    title, span_s = f"{title} at {speed:g} × its rate", load.gap_s * count / speed
     notes += _notes_on_times(load, speed, options.seeds)
-    return SimulatedLoad(told, count, lambda seed: load.at_their_times(seed, speed), None, span_s, notes)
+    return SimulatedLoad(title, count, lambda seed: load.at_their_times(seed, speed), None, span_s, notes)
 
 
 def _notes_on_times(load: TraceLoad, speed: float, seeds: int) -> tuple[str, ...]:
@@ -214,10 +220,10 @@ class Simulation:
 
     def __init__(self, options: SimOptions) -> None:
         refuse_contradictions(options)
-        self._givers = 0
+        self._prefill_instances = 0
         if options.split is not None:
-            self._givers, takers = parse_split(options.split)
-            options = replace(options, instances=self._givers + takers)
+            self._prefill_instances, decode = parse_split(options.split)
+            options = replace(options, instances=self._prefill_instances + decode)
         self.options = options
         self.targets = LatencyTargets(options.ttft_slo_s, options.tpot_slo_ms)
         self.step_times = load_step_times(options.step_times)
@@ -228,19 +234,19 @@ class Simulation:
 
     @property
     def requests(self) -> int:
-        """In all runs together."""
+        """Requests of all runs together."""
         return self.load.requests * len(self.policies) * self.options.seeds
 
     @property
     def title(self) -> str:
         count = self.options.split or f"{self.options.instances}"
         shape = f"{count} × {self.step_times.name}, {self.config.blocks:,} KV blocks each"
-        return f"{self.load.told}; {shape}"
+        return f"{self.load.title}; {shape}"
 
     def run(
         self, doing: Callable[[str], None], advance: Callable[[int], None], keep: bool = False
     ) -> tuple[SimReport, list[RunRecord]]:
-        """The report and, if asked to keep them, the first seed's run of each policy."""
+        """The report and, with `keep`, the first seed's run of each policy."""
         summaries: list[RunSummary] = []
         kept: list[RunRecord] = []
         for policy in self.policies:
@@ -266,14 +272,14 @@ class Simulation:
             network_us=options.network_us,
             host_us=options.host_us,
             look_every_us=self._look_every_us(),
-            split=self._split(config) if self._givers else None,
+            split=self._split(config) if self._prefill_instances else None,
             route=options.route,
         )
 
     def _split(self, config: WorkerConfig) -> PrefillDecodeSplit:
         path, gbytes = self.options.prefill_path or PrefillPath.SHORT, self._lane_gbytes_per_s
         road = road_of(self.step_times, config.block_size, gbytes)
-        return PrefillDecodeSplit(self._givers, replace(config, prefill_path=path), self.step_times, road)
+        return PrefillDecodeSplit(self._prefill_instances, replace(config, prefill_path=path), self.step_times, road)
 
     @property
     def _lane_gbytes_per_s(self) -> float:
@@ -297,7 +303,7 @@ class Simulation:
         )
 
     def _notes(self) -> tuple[str, ...]:
-        if not self._givers:
+        if not self._prefill_instances:
             return ()
         return (
             f"KV leaves layer by layer while prefill computes, over {self._lane_gbytes_per_s:g} GB/s out of and into each "
@@ -305,10 +311,10 @@ class Simulation:
         )
 
     def _settings(self) -> dict[str, Setting]:
-        """What the options came to, defaults included."""
+        """Effective settings, defaults included."""
         options, config = self.options, self.config
         return {
-            "load": self.load.told,
+            "load": self.load.title,
             "trace": options.trace.name if options.trace is not None else None,
             "speed": options.speed,
             "limit": options.limit,
@@ -317,8 +323,8 @@ class Simulation:
             "max_tokens": options.max_tokens,
             "instances": options.instances,
             "split": options.split,
-            "link_gbytes_per_s": self._lane_gbytes_per_s if self._givers else None,
-            "prefill_path": (options.prefill_path or PrefillPath.SHORT) if self._givers else None,
+            "link_gbytes_per_s": self._lane_gbytes_per_s if self._prefill_instances else None,
+            "prefill_path": (options.prefill_path or PrefillPath.SHORT) if self._prefill_instances else None,
             "route": options.route,
             "step_times": self.step_times.name,
             "kv_blocks": config.blocks,
@@ -361,7 +367,7 @@ def _blocks(options: SimOptions, step_times: StepTimes) -> int:
 
 
 def blocks_of(step_times: StepTimes, memory_bytes: int | None, block_size: int) -> int:
-    """How large a pool is; without a size in bytes, as large as the machine has room for."""
+    """Blocks of the pool; without a size in bytes, as many as the machine's memory holds."""
     memory_bytes = memory_bytes or KV_MEMORY_BYTES.get(step_times.name, KV_MEMORY_BYTES_OTHERS)
     block_bytes = step_times.file.roofline.kv_bytes_per_token * block_size
     blocks = int(memory_bytes / block_bytes)
@@ -374,6 +380,6 @@ def blocks_of(step_times: StepTimes, memory_bytes: int | None, block_size: int) 
 
 
 def road_of(step_times: StepTimes, block_size: int, lane_gbytes_per_s: float, delay_us: int = PEER_DELAY_US) -> KvLinkModel:
-    """How KV of that model travels between instances."""
+    """The simulated link for KV between instances."""
     file = step_times.file
     return KvLinkModel(file.layers, round(file.roofline.kv_bytes_per_token * block_size), lane_gbytes_per_s * 1e9, delay_us)

@@ -1,4 +1,4 @@
-"""Server-sent events out of a byte stream, however the network cuts it.
+"""Incremental parser of server-sent events.
 
 Owns the parsing of the event-stream format and nothing of HTTP: bytes go in with `feed`, whole events come out. It
 keeps at most one event of `EVENT_BYTES_MAX`; a server that sends more without ending the event gets `SseOverflow`.
@@ -13,7 +13,7 @@ _BOM = b"\xef\xbb\xbf"
 
 
 class SseOverflow(Exception):
-    """The server sent an event larger than anyone should."""
+    """An event exceeds the size limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class SseParser:
         return events
 
     def close(self) -> list[SseEvent]:
-        """The stream ended. A last event without its empty line still counts: some servers forget it."""
+        """End the stream. A last event without its empty line still counts, since some servers omit it."""
         events: list[SseEvent] = []
         if self._line:
             self._end_line(events)

@@ -1,4 +1,4 @@
-"""Numbers about many measurements: percentiles, a bounded sample of them, a bounded timeline.
+"""Statistics: percentiles, a bounded sample, a bounded timeline.
 
 Owns the arithmetic of the benchmark. Everything here keeps a fixed amount of memory however long a run is: a
 `Sample` beyond its capacity keeps a uniform random subset, a `BoundedTimeline` beyond its capacity doubles its bucket width.
@@ -19,7 +19,7 @@ TIMELINE_BUCKET_S = 0.25
 
 
 class Distribution(msgspec.Struct, frozen=True):
-    """What a table shows of many values of one unit."""
+    """Summary of many values of one unit."""
 
     count: int
     mean: float
@@ -84,7 +84,7 @@ class Sample:
 
 
 class BoundedTimeline:
-    """How much happened in each bucket of time since the start of a run."""
+    """Sums by time bucket since the start of a run."""
 
     def __init__(self, bucket_s: float = TIMELINE_BUCKET_S, buckets_max: int = TIMELINE_BUCKETS) -> None:
         self.bucket_s = bucket_s
@@ -103,7 +103,7 @@ class BoundedTimeline:
         return self._counts
 
     def _halve(self) -> None:
-        """Half as many buckets, twice as wide."""
+        """Merge pairs of buckets."""
         if len(self._counts) % 2:
             self._counts.append(0)
         self._counts = [self._counts[i] + self._counts[i + 1] for i in range(0, len(self._counts), 2)]

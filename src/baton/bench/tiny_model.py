@@ -1,4 +1,4 @@
-"""A model small enough to be made on the spot: random weights, one token a byte, in float64.
+"""A tiny model with random float64 weights and a byte vocabulary, made in a moment.
 
 In float64 what it says depends neither on the batch nor on who computes it, so answers of two runs can be compared token by
 token.
@@ -15,7 +15,7 @@ _SEED = 4
 
 
 def make_tiny(folder: Path) -> None:
-    # Imported here because they take seconds, and most commands do without.
+    # Imported here because they take seconds and most commands do not need them.
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
     from transformers.utils import logging

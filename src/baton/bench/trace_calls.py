@@ -30,11 +30,11 @@ if HASH_BLOCK_TOKENS != PREFIX_ID_TOKENS:
 class TraceLoad:
     requests: tuple[TracedRequest, ...]
     max_tokens: int | None
-    """What clients declare; None: what the answer needs. Never less than that."""
+    """`max_tokens` of every request; None: the length of its answer. Never less than that."""
     skipped: int
-    """Passed over because they could never run."""
+    """Requests left out because they could never run."""
     bunched: int
-    """Had the same timestamp as the one before them, before they were spread."""
+    """Requests with the timestamp of the previous one, before spreading."""
 
     @property
     def is_timed(self) -> bool:
@@ -103,7 +103,7 @@ def _declared(request: TracedRequest, max_tokens: int | None) -> int:
 
 
 class _Bunches:
-    """Passes requests on and counts those that share the timestamp of the one before."""
+    """Iterates over requests and counts those with the timestamp of the previous one."""
 
     def __init__(self, requests: Iterator[TracedRequest]) -> None:
         self._requests = requests

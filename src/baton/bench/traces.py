@@ -166,7 +166,7 @@ def _parse_mooncake(path: Path, lines: Iterator[str]) -> Iterator[TracedRequest]
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One CSV row that knows where it stands, so that every complaint names the place."""
+    """One CSV row with its position, for error messages."""
 
     path: Path
     number: int

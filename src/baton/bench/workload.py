@@ -1,4 +1,4 @@
-"""What the load generator will ask: sessions of rounds, and the exact prompt of each round.
+"""Sessions of the load generator: their rounds, and the exact prompt of each round.
 
 Owns the shapes of the load. A single request is a session of one round. Prompts are a function of (seed, session,
 round) alone, so two servers that get the same workload get the same work, and sending stays cheap: nothing is built
@@ -16,7 +16,7 @@ import numpy as np
 
 from baton.bench.traces import HASH_BLOCK_TOKENS, TracedRequest
 
-# What a random stream is for; the first number of its seed, so that no two uses ever draw the same stream.
+# Purpose of a random stream: the first number of its seed, so that no two uses share a stream.
 _UNIQUE, _PREFIX, _TRACE_BLOCK, _ARRIVALS = range(4)
 
 # Short common words: one token each, with the space before them, in nearly every BPE vocabulary.
@@ -47,7 +47,7 @@ class Round:
     """New tokens of this round, without prefix and history."""
     output_tokens: int
     prefix_blocks: tuple[int, ...] = ()
-    """From a trace: ids that fix the leading tokens, a block each."""
+    """From a trace: ids of the leading prompt blocks; equal ids give equal tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class BenchSession:
     index: int
     rounds: tuple[Round, ...]
     due_s: float | None = None
-    """When an open loop starts it, in seconds after the start of the run."""
+    """Start time in an open loop, in seconds after the start of the run."""
     think_s: float = 0.0
     prefix_group: int | None = None
     prefix_tokens: int = 0
@@ -70,12 +70,12 @@ class ChatMessageText(msgspec.Struct, frozen=True):
 class Reply:
     text: str
     token_ids: tuple[int, ...]
-    """Empty when the server does not tell them."""
+    """Empty when the server does not return them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How to make the tokens or words of any part of any prompt."""
+    """Makes the tokens or words of any part of any prompt."""
 
     seed: int = 0
     tokens: TokenRange = field(default_factory=TokenRange)
@@ -118,7 +118,7 @@ class TokenConversation:
 
     def hear(self, number: int, reply: Reply) -> None:
         asked = self._session.rounds[number].output_tokens
-        # A server that hides its token ids gets made-up ones: the history keeps its length and its cached prompt.
+        # Without token ids from the server, random ones stand in: the history keeps its length and cached prompt.
         self._history += reply.token_ids or self._recipe.draw(asked, _UNIQUE, self._session.index, number, 1)
 
 
@@ -151,7 +151,7 @@ def converse(endpoint: Endpoint, recipe: Recipe, session: BenchSession) -> Conve
 
 @dataclass(frozen=True, slots=True)
 class WorkloadShape:
-    """What all sessions of a workload have in common."""
+    """Settings of all sessions of a workload."""
 
     rounds: int = 1
     think_s: float = 0.0

@@ -1,4 +1,4 @@
-"""`baton bench …`: what the benchmarks are called on the command line.
+"""`baton bench …`: the benchmark commands.
 
 Owns option names, help and exit codes; the work is in `baton.bench`. Experiments that need the repository are in
 `benchmarks/`, beside the package. Exit codes: 0 all went well, 1 requests or parts failed, 2 the command was wrong.

@@ -33,7 +33,7 @@ from baton.core.errors import BatonError
 from baton.node.settings import Dtype, EngineSettings
 
 BUSY_CORES = 0.3
-"""Others that keep more of the machine busy than this bend the measurement."""
+"""Warn when other processes use more cores than this."""
 
 ModelName = Annotated[str, typer.Argument(help="A folder of safetensors, a GGUF file, or the built-in name smollm2.")]
 Out = Annotated[Path, typer.Option("--out", dir_okay=False, help="Where the model goes, as JSON; its name is the file's.")]
@@ -108,7 +108,7 @@ def _measure(console: Console, settings: EngineSettings, budget_s: float, quick:
             walked = count(1)
 
             def advance(trial: Trial) -> None:
-                # How many walks there will be shows only while they are made: the bar grows by one walk at a time.
+                # The number of walks is not known beforehand: the bar grows by one walk at a time.
                 walks = -(-next(walked) // len(trials))
                 bar.update(task, advance=1, total=walks * len(trials), description=str(trial))
 

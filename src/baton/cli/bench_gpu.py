@@ -1,4 +1,4 @@
-"""`baton bench gpu`: everything that is to be fast on a GPU, checked and timed in one run."""
+"""`baton bench gpu`: checks and times the CUDA executor."""
 
 from __future__ import annotations
 

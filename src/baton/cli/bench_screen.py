@@ -1,4 +1,4 @@
-"""What the commands of `baton bench` and others share on the screen: the console, progress, and leaving in good order."""
+"""Console, progress bar and orderly exit, shared by `baton bench` and other commands."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PIPE_COLUMNS = 150
 
 
 def wide_console() -> Console:
-    """Into a file or a pipe, where there is no width to ask for, tables get room enough not to fold."""
+    """A console that is wide enough for tables when the output is a file or a pipe."""
     console = Console()
     return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=PIPE_COLUMNS)
 
@@ -36,7 +36,7 @@ def progress_bar(console: Console, *more: ProgressColumn) -> Progress:
 
 
 def refuse(console: Console, error: Exception) -> typer.Exit:
-    """Say what was wrong with the command; the exit to raise."""
+    """Print what was wrong with the command; returns the exit to raise."""
     console.print(str(error), style="red", markup=False, highlight=False)
     return typer.Exit(2)
 
@@ -49,7 +49,7 @@ def model_folder(console: Console, model: str) -> Path:
 
 
 def stop_servers_on_sigterm() -> None:
-    """Leave through the same doors as Ctrl-C, so that the servers are stopped."""
+    """Treat SIGTERM like Ctrl-C, so that started servers are stopped."""
     signal.signal(signal.SIGTERM, _interrupt)
 
 

@@ -129,7 +129,7 @@ def _id_range(text: str) -> TokenRange:
 def _measure(
     options: ServeOptions, model: str | None, api_key: str | None, json_file: Path | None, plot_file: Path | None
 ) -> bool:
-    """True when requests failed."""
+    """Run the load and print the report. True when requests failed."""
     console = wide_console()
     try:
         if plot_file is not None:

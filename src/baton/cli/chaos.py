@@ -1,4 +1,4 @@
-"""`baton chaos`: does every answer survive what happens to the instances?"""
+"""`baton chaos`: random faults in a fleet under load; every answer is compared."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ CHAOS = "Chaos"
 NOT_TAKEN = frozenset(
     ["router_port", "host", "api_key", "admin_key", "demo", "drain_timeout", "restart_delay_max", "config"]
 )
-"""Options of `baton up` that are settled here."""
+"""Options of `baton up` that `baton chaos` sets itself."""
 OWN = frozenset(["model", "prefill", "decode", "mixed", "executor"])
-"""Those that are passed on in another way."""
+"""Options of `baton up` that are passed on in another way."""
 
 
 def _option(name: str, text: str, least: float | None = None) -> Any:
@@ -65,7 +65,7 @@ def _chaos(
     Every option of [dim]baton up[/dim] can be given too, such as [dim]--executor scripted --step-ms 5[/dim].
     """
     # Imported late: `baton --help` must not wait for them.
-    from baton.bench.chaos import ChaosFailed, ChaosOptions, ChaosVoice, run_chaos
+    from baton.bench.chaos import ChaosFailed, ChaosOptions, ChaosProgress, run_chaos
     from baton.bench.chaos_table import show
     from baton.bench.child_processes import ChildFailed
     from baton.bench.client import ServerUnreachable
@@ -89,9 +89,9 @@ def _chaos(
             bar.update(injected, completed=faults_done)
             bar.update(asked, completed=requests_done)
 
-        voice = ChaosVoice(doing=lambda what: bar.update(injected, description=what), done=done)
+        progress = ChaosProgress(doing=lambda what: bar.update(injected, description=what), done=done)
         try:
-            report = asyncio.run(run_chaos(options, voice))
+            report = asyncio.run(run_chaos(options, progress))
         except (ChaosFailed, ChildFailed, ServerUnreachable) as error:
             raise refuse(console, error) from error
     show(console, report)

@@ -1,7 +1,7 @@
 """`baton chat`: talk to a server from the terminal.
 
-Owns the conversation with the person: prompt, commands, streaming, what Ctrl-C and Ctrl-D do. The server is any
-OpenAI-compatible one. With something piped in, it answers that once and ends: the answer alone goes to stdout.
+Owns the conversation with the user: prompt, commands, streaming, what Ctrl-C and Ctrl-D do. The server is any
+OpenAI-compatible one. Piped input is answered once; only the answer goes to stdout.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from baton.bench.client import MESSAGE_CHARS_MAX, NULL, KeyWanted, ServerUnreachable, first_model, open_http
+from baton.bench.client import MESSAGE_CHARS_MAX, NULL, KeyWanted, ServerUnreachable, StreamChunk, first_model, open_http
 from baton.bench.sse import SseOverflow, SseParser
 from baton.bench.workload import ChatMessageText
 
@@ -32,26 +32,8 @@ HELP = (
     "/reset forgets the conversation · /system TEXT sets the system prompt · /exit or Ctrl-D leaves · Ctrl-C stops an answer"
 )
 
-# What a model writes must not steer the terminal: control characters go, newline and tab stay.
+# Control characters of the model's text are removed, so that it cannot control the terminal; newline and tab stay.
 _HARMLESS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
-
-
-class _Delta(msgspec.Struct):
-    content: str | None = None
-
-
-class _Choice(msgspec.Struct):
-    delta: _Delta | None = None
-
-
-class _Usage(msgspec.Struct):
-    completion_tokens: int | None = None
-
-
-class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
-    error: msgspec.Raw = NULL
 
 
 class _ErrorBody(msgspec.Struct):
@@ -63,12 +45,12 @@ class _ErrorReply(msgspec.Struct):
 
 
 class AnswerFailed(Exception):
-    """The server refused, or broke off; the message is for the person."""
+    """The server refused or the connection broke; the message is for the user."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatServer:
-    """The server's side of the conversation."""
+    """The server and the sampling options of a conversation."""
 
     url: str
     model: str
@@ -96,7 +78,7 @@ class ChatServer:
 
 @dataclass(slots=True)
 class ChatAnswer:
-    """Filled while the answer streams in, so that a stopped one is not lost."""
+    """An answer, filled while it streams, so that a stopped one is kept."""
 
     began_s: float = field(default_factory=perf_counter)
     first_s: float | None = None
@@ -107,8 +89,8 @@ class ChatAnswer:
     def text(self) -> str:
         return "".join(self.pieces)
 
-    def told(self) -> str:
-        """Tokens, rate and delay, as far as they are known."""
+    def figures(self) -> str:
+        """Tokens, rate and time to first token, as far as known."""
         if self.first_s is None:
             return "no text"
         tokens = self.tokens if self.tokens is not None else len(self.pieces)
@@ -121,7 +103,7 @@ Show = Callable[[str], None]
 
 
 async def stream_answer(partner: ChatServer, messages: list[ChatMessageText], answer: ChatAnswer, show: Show) -> None:
-    """Ask, and show each piece of text as it comes. Raises AnswerFailed."""
+    """Send the messages and show each piece of text as it arrives. Raises AnswerFailed."""
     address = partner.url.rstrip("/") + "/v1/chat/completions"
     headers = {"Content-Type": "application/json", **partner.headers}
     try:
@@ -146,7 +128,7 @@ def _take(data: bytes, answer: ChatAnswer, show: Show) -> None:
     if data.strip() == b"[DONE]":
         return
     try:
-        chunk = msgspec.json.decode(data, type=_Chunk)
+        chunk = msgspec.json.decode(data, type=StreamChunk)
     except msgspec.DecodeError as error:
         raise AnswerFailed(f"the server sent something unreadable: {error}") from error
     if chunk.error != NULL:
@@ -184,7 +166,7 @@ class ChatSession:
         self._turns: list[ChatMessageText] = []
 
     def hear(self, line: str) -> NextInput:
-        """One line from the person: a command or something to answer."""
+        """Handle one line of input: a command or a message."""
         word, _, rest = line.strip().partition(" ")
         match word:
             case "":
@@ -204,7 +186,7 @@ class ChatSession:
         return NextInput.GO_ON
 
     def ask(self, text: str) -> bool:
-        """Stream the answer; Ctrl-C keeps what has come so far. False when there was none."""
+        """Stream the answer; Ctrl-C keeps the text so far. False when the request failed."""
         question = ChatMessageText("user", text)
         system = [ChatMessageText("system", self._system)] if self._system else []
         answer = ChatAnswer()
@@ -216,7 +198,7 @@ class ChatSession:
             self._console.print(f"\n{error}", style="red", markup=False, highlight=False)
             return False  # the question is not kept: asking again must not send it twice
         self._console.print()
-        self._say(answer.told())
+        self._say(answer.figures())
         self._turns += [question, ChatMessageText("assistant", answer.text)]
         return True
 
@@ -247,7 +229,7 @@ def _converse(console: Console, partner: ChatServer, system: str | None) -> None
 
 
 def _answer_once(partner: ChatServer, system: str | None, question: str) -> None:
-    """Only the answer on stdout; what is about the answer on stderr."""
+    """Print the answer on stdout and its figures on stderr."""
 
     def show(text: str) -> None:
         sys.stdout.write(text)
@@ -262,7 +244,7 @@ def _answer_once(partner: ChatServer, system: str | None, question: str) -> None
         errors.print(str(error), style="red", markup=False, highlight=False)
         raise typer.Exit(1) from error
     show("\n")
-    errors.print(answer.told(), style="dim", markup=False, highlight=False)
+    errors.print(answer.figures(), style="dim", markup=False, highlight=False)
 
 
 async def _find_model(url: str, api_key: str | None) -> str:
@@ -289,9 +271,9 @@ def chat(
     try:
         found = asyncio.run(_find_model(url, api_key))
     except ServerUnreachable as error:
-        told = Console(stderr=True)
-        told.print(str(error), style="red", markup=False, highlight=False)
-        told.print(_advice(error), markup=False)
+        errors = Console(stderr=True)
+        errors.print(str(error), style="red", markup=False, highlight=False)
+        errors.print(_advice(error), markup=False)
         raise typer.Exit(1) from error
     partner = ChatServer(url, model or found, api_key, temperature, max_tokens)
     if sys.stdin.isatty():

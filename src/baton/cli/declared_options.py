@@ -35,7 +35,7 @@ class DeclaredOption:
     field: str
     setting: Setting
     kind: Any
-    """Type of the option."""
+    """Python type of the option."""
     default: Any
     is_repeated: bool
 
@@ -96,7 +96,7 @@ def declared(owner: type[DataclassInstance]) -> tuple[DeclaredOption, ...]:
 
 
 def _depth_of(owner: type, name: str) -> int:
-    """How far up the class stands that declares the field."""
+    """Position in the MRO of the class that declares the field."""
     return next(depth for depth, base in enumerate(owner.__mro__) if name in inspect.get_annotations(base))
 
 
@@ -114,13 +114,13 @@ def _option_of(field: str, setting: Setting, kind: Any, default: Any) -> Declare
 
 
 def option_of(owner: type[DataclassInstance], name: str) -> Any:
-    """What typer wants to know of the option called `name`, for a command that takes it besides its own."""
+    """The typer annotation of the option `name`, for another command that takes it too."""
     (found,) = (option for option in declared(owner) if option.setting.name == name)
     return _typer_info(found, is_brief=True)
 
 
 def _typer_info(option: DeclaredOption, is_brief: bool) -> Any:
-    """`is_brief`: what `--help` says of values is kept short, else names of options, which one has to copy, are cut off."""
+    """`is_brief`: shorten the metavar in `--help`, so that option names are not cut off."""
     setting = option.setting
     name = setting.name
     envvar = variable(name) if setting.has_variable else None
@@ -178,7 +178,7 @@ def _parameters(owners: tuple[type[DataclassInstance], ...], is_brief: bool) -> 
 
 
 def _in_order(options: list[DeclaredOption]) -> list[DeclaredOption]:
-    """By panel; within one as they are declared, save those that say which option they follow."""
+    """Sorted by panel; within a panel as declared, except those that name the option they follow."""
     ordered = [option for option in options if option.setting.after is None]
     for option in options:
         if option.setting.after is not None:

@@ -26,11 +26,11 @@ Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until the ins
 
 
 class CannotDrain(BatonError):
-    """The router was not reached, or said no."""
+    """The router was not reached, or refused."""
 
 
 class RouterUrl:
-    """A router's API, as far as this command needs it."""
+    """The router's API calls of this command."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
         self._parts = urlsplit(url)
@@ -75,11 +75,11 @@ def drain(name: Name, url: Url = "http://127.0.0.1:8000", api_key: ApiKey = None
 
 
 def _wait(at: RouterUrl, name: str, life: int | None, say: Callable[[int], None]) -> None:
-    """Until this life of it is gone; a supervisor may start the next one at once."""
-    told: int | None = None
+    """Wait until this process of the instance is gone; a supervisor may restart it at once."""
+    shown: int | None = None
     while life is not None and (view := _view(at, name)) is not None and view["incarnation"] == life:
-        if view["open"] != told:
-            told = view["open"]
+        if view["open"] != shown:
+            shown = view["open"]
             say(view["open"])
         time.sleep(LOOK_S)
 

@@ -13,7 +13,7 @@ NOTHING_MOVED: Mapping[str, str] = {}
 
 
 def loading(places: Mapping[str, str], moved: Mapping[str, str] = NOTHING_MOVED) -> type[TyperGroup]:
-    """A class of groups, for Typer's `cls`, with these commands in this order.
+    """A Typer group class (`cls`) with these commands in this order.
 
     A place is `module:name`, of a function or of a group of its own. `moved` maps the name of a former command to
     what replaces it, which is printed instead of running anything (exit code 2).

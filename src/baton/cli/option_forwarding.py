@@ -18,7 +18,7 @@ Command = Callable[..., None]
 
 
 def taking_options_of(own: Command, others: tuple[Command, ...], leave_out: Collection[str]) -> Command:
-    """`own`, with the options of `others` besides its own; it hears only of its own. First come, first served."""
+    """`own` with the options of `others` added to its signature. It receives only its own; the first of equal names wins."""
     signature = inspect.signature(own)
     hints = get_type_hints(own, include_extras=True)
     mine = tuple(signature.parameters)
@@ -60,7 +60,7 @@ def given_for(context: typer.Context, command: Command, keep_back: Collection[st
 
 
 def source_of(context: typer.Context, name: str) -> str:
-    """By its name, since the enum's home is another with each version of typer."""
+    """Name of the parameter source; the enum's module differs between versions of typer."""
     source = context.get_parameter_source(name)
     return "" if source is None else source.name
 

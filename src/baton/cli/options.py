@@ -1,4 +1,4 @@
-"""Options that are not declared settings: those of commands that only ask a server, and --config, a TOML file of options."""
+"""Options that are not declared settings: those of client commands, and --config."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def option(name: str, panel: str, text: str) -> Any:
 
 
 def config_file(command: Callable[[], Command], settled: Mapping[str, str] = NOTHING) -> Any:
-    """`command` is asked for late: it takes this very option. `settled`: as `read_options` has it."""
+    """The --config option. `command` is a callable, since the command itself has it. `settled`: see `read_options`."""
 
     def apply(context: typer.Context, path: Path | None) -> Path | None:
         if path is not None:
@@ -31,6 +31,6 @@ def config_file(command: Callable[[], Command], settled: Mapping[str, str] = NOT
         envvar=variable("config"),
         show_envvar=False,
         callback=apply,
-        is_eager=True,  # so that the file's values are defaults before any other option is looked at
+        is_eager=True,  # the file's values become defaults before any other option is read
         metavar="FILE",
     )

@@ -15,7 +15,7 @@ from baton.core.routing.config import RouterConfig
 from baton.router.settings import RouterProcessSettings
 
 STOPPING_S = 2.0
-"""What an instance has open is moved this long before its own drain ends, for that would be a loss."""
+"""Open requests of a draining instance are moved this long before its drain timeout."""
 
 Config = Annotated[Path | None, config_file(lambda: router)]
 

@@ -22,7 +22,7 @@ from baton.node.settings import EngineSettings, ExecutorKind, HttpSettings, Inst
 console = Console(stderr=True, highlight=False)
 
 SCRIPTED_MODEL = "scripted"
-"""What the scripted executor is called in place of a model."""
+"""Model name of the scripted executor."""
 
 Config = Annotated[Path | None, config_file(lambda: serve)]
 
@@ -47,7 +47,7 @@ def serve(*, given: GivenOptions, config: Config = None) -> None:  # noqa: ARG00
 
 
 def process_fields(given: GivenOptions, owner: type[HttpSettings]) -> dict[str, Any]:
-    """The fields of a server's settings; the scripted executor has no model."""
+    """Fields of a server's settings; the scripted executor has no model."""
     settings = given.fields_of(owner)
     if settings["executor"] is ExecutorKind.SCRIPTED:
         settings["model"] = SCRIPTED_MODEL
@@ -55,7 +55,7 @@ def process_fields(given: GivenOptions, owner: type[HttpSettings]) -> dict[str, 
 
 
 def log_to_stderr(level: LogLevel, access_log: bool) -> None:
-    """Everything of ours that is loud enough, a line each, on standard error; nothing of other libraries."""
+    """Log Baton's loggers to standard error at the configured level; other libraries are not logged."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     ours = logging.getLogger("baton")

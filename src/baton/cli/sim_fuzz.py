@@ -23,7 +23,7 @@ from baton.sim.shard import SeedReport
 
 STORY_LINES = 120
 EVERYTHING_FIRES_FROM = 1000
-"""With so many seeds, a fault or a transition that never happened is a hole in the fuzzer, and an error."""
+"""From this many seeds on, a fault or transition that never happened is an error."""
 
 Seeds = Annotated[int, typer.Option(min=1, max=10_000_000, help="How many worlds to run.")]
 FirstSeed = Annotated[int, typer.Option(min=0, help="The seed of the first; the others follow.")]
@@ -137,7 +137,7 @@ def _indices(text: str | None, there: tuple[int, ...]) -> tuple[int, ...] | None
 
 
 def _writable(file: Path | None) -> Path | None:
-    """Known before the work is done, not after."""
+    """Raise before the run when the file cannot be written."""
     if file is not None:
         try:
             file.open("a").close()
@@ -220,7 +220,7 @@ def _tell_story(console: Console, verdict: WorldVerdict, file: Path | None, abou
 
 
 def _settings(config: WorkerConfig) -> str:
-    """What differs from the defaults."""
+    """Options that differ from the defaults."""
     plain = WorkerConfig(slots=config.slots, blocks=config.blocks, step_tokens=config.step_tokens)
     named = ("slots", "blocks", "step_tokens")
     names = sorted((item.name for item in fields(config)), key=lambda name: name not in named)

@@ -30,7 +30,7 @@ DROP_OBJECTS = 256
 ARENA_BYTES = 16 << 20
 SHOWN_MAX = 20
 TIMEOUT_S = 10.0
-"""An operator waits longer than a server, for a store that may be busy with servers."""
+"""Longer than a server's timeout, since the store may be busy with servers."""
 MISPLACED = "under another's name"
 
 Url = Annotated[
@@ -46,7 +46,7 @@ class StoreFindings:
     sound_bytes: int = 0
     bad: Counter[str] = field(default_factory=Counter)
     names: list[tuple[str, str]] = field(default_factory=list)
-    """Of what is bad, with the reason."""
+    """Names of bad objects, with the reason."""
     gone: int = 0
 
 
@@ -55,13 +55,13 @@ def stat_(url: Url) -> None:
     """Show how much is in a store."""
     console = wide_console()
     with _opened(console, url) as store:
-        told = _counted(store)
+        stat = _counted(store)
     table = Table(show_header=False, box=None)
-    table.add_row("kind", told.kind)
-    table.add_row("objects", f"{told.objects:,}")
-    table.add_row("size", shown_bytes(told.bytes))
-    table.add_row("limit", "none given" if told.limit_bytes is None else shown_bytes(told.limit_bytes))
-    for name, value in told.details.items():
+    table.add_row("kind", stat.kind)
+    table.add_row("objects", f"{stat.objects:,}")
+    table.add_row("size", shown_bytes(stat.bytes))
+    table.add_row("limit", "none given" if stat.limit_bytes is None else shown_bytes(stat.limit_bytes))
+    for name, value in stat.details.items():
         table.add_row(name, value)
     console.print(table, highlight=False)
 
@@ -89,9 +89,9 @@ def clear(url: Url, yes: Yes = False) -> None:
     console = wide_console()
     with _opened(console, url) as store:
         if not yes:
-            told = _counted(store)
+            stat = _counted(store)
             typer.confirm(
-                f"Drop {told.objects:,} objects ({shown_bytes(told.bytes)}) of this {told.kind} store?", abort=True
+                f"Drop {stat.objects:,} objects ({shown_bytes(stat.bytes)}) of this {stat.kind} store?", abort=True
             )
         count = _cleared(store)
     console.print(f"dropped {count:,} objects", highlight=False)
@@ -104,7 +104,7 @@ def _counted(store: Store) -> StoreStat:
 
 
 def _cleared(store: Store) -> int:
-    """Piece by piece, so that one sees it go; then whatever came meanwhile."""
+    """Remove the listed objects in batches with progress, then objects added meanwhile."""
     with progress_bar(_progress_console()) as bar:
         task = bar.add_task("counting", total=None)
         names = [name for name, _ in store.names()]
@@ -133,7 +133,7 @@ def _examined(store: Store) -> StoreFindings:
 
 
 def _batches(listed: list[tuple[str, int]], room: int) -> Iterator[list[tuple[str, int]]]:
-    """As many at once as fit into the arena together."""
+    """Batches that fit into the arena."""
     batch: list[tuple[str, int]] = []
     left = room
     for name, size in listed:
@@ -192,7 +192,7 @@ def _tell(console: Console, found: StoreFindings, repaired: bool) -> None:
 
 @contextlib.contextmanager
 def _opened(console: Console, url: str) -> Iterator[Store]:
-    """What goes wrong inside is told in one line, with exit 2."""
+    """Open a store; errors inside the block are printed in one line, with exit code 2."""
     try:
         store = open_store(url, timeout_s=TIMEOUT_S, create=False)
         try:
@@ -205,7 +205,7 @@ def _opened(console: Console, url: str) -> Iterator[Store]:
 
 
 def _progress_console() -> Console:
-    """Beside what is printed, which may go into a file."""
+    """Console on stderr, since stdout may be a file."""
     return Console(stderr=True)
 
 

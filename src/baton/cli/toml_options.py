@@ -1,8 +1,8 @@
 """Options from a TOML file: the keys are the names of a command's options, without the dashes in front.
 
 Owns reading and checking such a file. Promises that a key that is no option, or a value of the wrong type or outside of
-the option's range, is told with the key and the file. A flag goes before the environment, that before the file, that
-before the default: the file only replaces defaults. Knows a command by its signature alone.
+the option's range, is reported with the key and the file. Precedence: flag, environment, file, default. Knows a command
+only by its signature.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _check(path: Path, key: str, value: object, hint: object) -> None:
 
 
 def _kind_of(hint: object) -> tuple[object, ParameterInfo]:
-    """The type of an option, and what typer knows of it."""
+    """The type and the typer parameter info of an option."""
     if get_origin(hint) is Annotated:
         kind, *notes = get_args(hint)
         for note in notes:

@@ -28,16 +28,16 @@ DECIDED = frozenset(
     ["model", "port", "role", "name", "router", "peer", "peer_port", "join_host", "join_port", "cluster_key",
      "cluster_key_file"]
 )  # fmt: skip
-"""Options of the others that are not the caller's to give."""
+"""Options of `serve` and `router` that `baton up` sets itself."""
 HANDLED = frozenset([*DECIDED, "demo", "threads", "drain_timeout", "config", "api_key", "admin_key", "kv_store"])
 SETTLED = {name.replace("_", "-"): "is not an option of baton up, which settles it for each process" for name in DECIDED}
 SETTLED["port"] += "; the port of the API is 'router-port'"
 OF_THE_ROUTER = frozenset(["host", "max_waiting", "chat_template"])
-"""The API is the router's: instances stay on loopback, and what they let wait is for the router to know."""
+"""Options for the router only: instances stay on loopback, and queueing is the router's."""
 DEMO_KV = "128M"
-"""So small a pool that the dashboard shows what one answer takes of it."""
+"""A small KV pool, so that the dashboard shows the use of one answer."""
 QUIET = ("--log-level", "warning")
-"""Instances speak up when something is wrong; what happens to requests the router says."""
+"""Log level of instances; the router logs requests."""
 
 
 Config = Annotated[Path | None, config_file(lambda: up, SETTLED)]
@@ -85,7 +85,7 @@ def _up(
 
 
 def _check_model(model: str, given: Mapping[str, Any]) -> None:
-    """What every instance would refuse is told once, by us."""
+    """Report once what every instance would refuse."""
     from baton.node.devices import check_device
     from baton.node.models import check_load_format
 
@@ -95,7 +95,7 @@ def _check_model(model: str, given: Mapping[str, Any]) -> None:
 
 
 def _cluster_key(store: str | None) -> str | None:
-    """With a store it must be the same at every start: the names of what is stored are made with it."""
+    """The key kept for a store; None without one. Equal at every start, since names of stored objects depend on it."""
     if store is None:
         return None
     from baton.executor.cache_folder import cache_folder
@@ -105,7 +105,7 @@ def _cluster_key(store: str | None) -> str | None:
 
 
 def check_port(host: str, port: int) -> None:
-    """The router would say it too, but under the name that the option has there."""
+    """Check the port here, so that the error has this command's option name."""
     from baton.node.http_server import bind
 
     bind(host, port, "--router-port").close()
@@ -118,7 +118,7 @@ def _run(plan: FleetPlan, needs_model: bool) -> int:
 
     with MergedLog((ROUTER, *(member.name for member in plan.members))) as log:
         if needs_model:
-            resolve_model(plan.model, log.say)  # once, and not by all of them at the same time
+            resolve_model(plan.model, log.say)  # once, and not by every instance at the same time
 
         async def supervise() -> int:
             return await Supervisor(plan, log, cores=len(os.sched_getaffinity(0))).run()
