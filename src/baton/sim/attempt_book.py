@@ -1,8 +1,8 @@
-"""What was promised about carrying, checked on what one router hears from instances and says to them and to clients.
+"""Checks of a simulated router: watches its messages and acts, and raises LawBroken when a promise about requests breaks.
 
-Owns the book of one life of the router: who is a member, which choice is open where, what was delivered of it, and how its
-legs ended. It is kept from messages and acts alone, so it holds whatever the tables behind them look like inside. What was
-promised is in `leg_laws`.
+Owns the record of one life of the router: members, the instance of each open choice, what was delivered, and how attempts
+ended. The record is derived from messages and acts alone and is independent of the router's own tables. The checks
+themselves are in `attempt_laws`.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ NO_ROOM = (PdCode.REFUSED, PdCode.PREEMPTED)
 
 
 class RouterExcuses(Protocol):
-    """What happened, as far as it excuses a router."""
+    """The faults that were injected, as reasons for which a router may suspect or lose an instance."""
 
     def may_be_suspected(self, instance: int) -> bool:
-        """Whether something happened to this instance, or to the way to it, that can keep it from giving a sign of life."""
+        """Whether a fault hit this instance, or its connection, that can keep its heartbeats away."""
 
     def may_be_lost(self, instance: int, accepted: bool) -> bool:
-        """Whether something happened that can end its session."""
+        """Whether a fault happened that can end its session."""
 
     def fire(self, fault: Fault, where: str) -> None: ...
 
@@ -83,18 +83,18 @@ class AttemptBook(RouterWatcher):
         self.begin(0)
 
     def begin(self, now_us: int) -> None:
-        """A new life, which knows nothing."""
+        """Start with an empty record: the router process is new."""
         self._life = RouterLifeSeen(now_us, now_us, now_us)
         self._laws = AttemptLaws(self._config, self._life)
 
     def members(self) -> dict[int, set[bytes]]:
-        """By instance: what it says that it has cached."""
+        """By instance: the prefix keys that it has reported as cached."""
         return {session.instance: session.said for session in self._life.sessions.values() if session.welcomed}
 
-    # ── what happens ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def woke(self, now_us: int) -> None:
-        """The router was not awake: in that time it could suspect nobody."""
+        """The router was paused until now; silence before this moment does not count."""
         self._life.woke_us = now_us
         for session in self._life.sessions.values():
             session.sign_us = now_us
@@ -121,7 +121,7 @@ class AttemptBook(RouterWatcher):
         self._perhaps_over(self._life.bodies[body])
 
     def lost(self, session: Session) -> None:
-        """The connection is over, or was closed."""
+        """The connection broke, or the router closed it."""
         known = self._life.sessions.pop(session, None)
         if known is None or known.over:
             return
@@ -134,7 +134,7 @@ class AttemptBook(RouterWatcher):
             hop.called_back = True
         self._life.dead.append(known)
 
-    # ── what instances say ───────────────────────────────────────────────────────────────────────────────────────────────
+    # ── messages of instances ────────────────────────────────────────────────────────────────────────────────────────────
 
     def heard(self, number: Session, message: FromInstance, now_us: int) -> None:
         session = self._life.sessions.get(number)
@@ -155,7 +155,7 @@ class AttemptBook(RouterWatcher):
                     hop.serial, hop.opened_us = serial, now_us
                     session.serials[serial] = hop
                     self._touch(hop)
-                    if hop.choice.hop is not hop:  # it was found elsewhere meanwhile
+                    if hop.choice.hop is not hop:  # another instance has reported the choice meanwhile
                         self._life.left_behind.append(hop)
             case RefusedMessage(ticket, code):
                 leg = session.tickets.pop(ticket, None)
@@ -218,7 +218,7 @@ class AttemptBook(RouterWatcher):
             session.serials[line.serial] = hop
             session.held.append(hop)
 
-    # ── what the router says ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── acts of the router ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def acted(self, act: Act, now_us: int) -> None:
         if self._life.joining is not None and not _is_of_join(act, self._life.joining.number):
@@ -271,7 +271,7 @@ class AttemptBook(RouterWatcher):
         self._life.joining = session
 
     def _gives(self, address: str) -> None:
-        """Somebody is to prefill there, and will have that cached."""
+        """A request is prefilled at this address, which will have its prefix cached."""
         members = [session for session in self._life.sessions.values() if session.welcomed]
         givers = [session for session in members if session.join is not None and session.join.peer_address == address]
         for session in givers:
@@ -318,7 +318,7 @@ class AttemptBook(RouterWatcher):
         self._perhaps_over(body)
 
     def _perhaps_over(self, body: RequestSeen) -> None:
-        """What nobody has come for yet may still be wanted."""
+        """The request is over when all choices have ended, unless it waits for its client to resume it."""
         if all(choice.outcome is not None for choice in body.choices) and (body.claimed or not body.found):
             self._over(body)
 
@@ -360,7 +360,7 @@ class AttemptBook(RouterWatcher):
         if act.what != "lost" and not self._witness.may_be_suspected(instance):
             raise LawBroken(DESERVED_SUSPICION, f"{act.name}, life {act.incarnation}: {act.what}, {act.why}")
 
-    # ── after everything was said ────────────────────────────────────────────────────────────────────────────────────────
+    # ── after all acts ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def looked(self, view: RouterView, now_us: int) -> None:
         touched, self._life.touched = self._life.touched, {}
@@ -407,13 +407,13 @@ class AttemptBook(RouterWatcher):
             if hop.ended is not None:
                 choice.bills.append(hop.ended.bill)
             else:
-                choice.losses = max(0, choice.losses - 1)  # it was not lost after all
+                choice.losses = max(0, choice.losses - 1)  # its instance still had it
             if before is not None:
                 self._life.left_behind.append(before)
             choice.hop = hop
 
     def died(self) -> None:
-        """The router is gone. Whoever works for it keeps what it has."""
+        """The router crashed. Remember which instances still compute which request."""
         kept: dict[bytes, set[int]] = {}
         for body in self._life.bodies.values():
             at = [choice.hop for choice in body.choices if choice.outcome is None]

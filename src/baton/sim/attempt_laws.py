@@ -1,4 +1,4 @@
-"""What was promised about requests that a router carries, checked on what is known of its present life."""
+"""Checks of the promises a router makes about requests and attempts, against the record of its present life."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from baton.sim.law_names import (
 from baton.sim.router_watcher import RouterView
 
 SLACK_US = 5_000
-"""Beyond the beat within which silence is noticed."""
+"""Allowance, beyond one heartbeat interval, for noticing silence."""
 KEYS_LOOKED_AT = 8
 TIMES = ("queue_us", "prefill_us", "transfer_us", "decode_us", "preemptions")
 
@@ -61,7 +61,7 @@ class AttemptLaws:
             raise LawBroken(RIGHT_PLACE, f"{choice.name} goes back to {session.name}, though {others} are there")
 
     def gave_out(self, body: RequestSeen, choice: ChoiceSeen, now_us: int) -> bool:
-        """Whether it was tried as often and as long as it may be."""
+        """Whether its retries, its deadline or the wait for an instance are exhausted."""
         config, life = self._config, self._life
         losses_max = min(config.loss_retry_count, config.fruitless_loss_count - 1)
         ran_out = choice.yields > config.preempt_retry_count or choice.losses > losses_max
@@ -72,7 +72,7 @@ class AttemptLaws:
         if outcome.reason in (FinishReason.STOP, FinishReason.LENGTH):
             return
         if outcome.reason is FinishReason.ABORT and not body.claimed and body.found:
-            return  # nobody came for it
+            return  # its client did not come back
         if not (self.gave_out(body, choice, now_us) or body.found):
             counts = f"{choice.yields} times no room, {choice.losses} losses, open for {now_us - body.arrived_us} µs"
             raise LawBroken(DESERVED_END, f"{choice.name} is given up after {counts}: {outcome}")
@@ -164,7 +164,7 @@ def billed(body: RequestSeen, choice: ChoiceSeen, outcome: ChoiceOutcome) -> Non
 
 
 def let_go(body: RequestSeen) -> None:
-    """Of a body that is over: what is open is ended, and what has ended is not kept."""
+    """Check that an ended request is cancelled where it still ran, and forgotten by the instances that hold it."""
     for hop in body.hops:
         if hop.session.over or not hop.session.welcomed or hop.serial is None or hop.called_back:
             continue

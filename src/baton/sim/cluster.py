@@ -1,9 +1,9 @@
-"""A workload on a cluster, in virtual time: what `baton sim run` and the benchmarks measure.
+"""A workload on a cluster in virtual time, as `baton sim run` and the benchmarks measure it.
 
-Owns one run: the instances, front end or router of `scenario`, connected by pipes and lanes on which nothing goes wrong;
-devices that take as long as a model of step times says and compute nothing; clients that know how long their answers will
-be. Where the cluster is split, the last instances prefill for the others, KV travels as `lanes` says, and clients see only
-those that decode. Memory grows with requests and looks, never with tokens.
+Owns one run without faults: instances and a front end or router, connected by `lines.Pipes`; devices that take the time a
+step-time model gives and compute nothing; clients that know the length of their answers. In a split cluster the last
+instances prefill for the others, KV moves as in `timed_transfers`, and clients are served only by those that decode. Memory
+grows with requests and samples, never with tokens.
 """
 
 from __future__ import annotations
@@ -50,33 +50,33 @@ FOR_EVER_US = 10**15
 SECRET = bytes(32)
 ANY_TOKEN = 2**31 - 1
 TICK_IN_FLIGHT_US = 20_000
-"""As the engine process looks at its peers while a step computes."""
+"""Interval of lease checks while a step computes, as in the engine process."""
 NO_TOKENS: Tokens = np.empty(0, dtype=np.int32)
 UNIQUE_FROM = 1 << 24
-"""Token values from here on are one request's own; below are those of prefix ids."""
+"""Token values from here on are unique to one request; lower values stand for prefix ids."""
 
 
 class RunFailed(BatonError):
-    """The run could not be carried to its end, or its answers are not what was asked for."""
+    """The run could not finish, or an answer has the wrong length."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """One request that a client will make."""
+    """One request that a client will send."""
 
     at_us: int | None
-    """Open loop: when. None: when a client is free; or, in a session, after the call before."""
+    """Arrival time in an open loop. None: when a client is free or, in a session, after the previous call."""
     input_tokens: int
-    """In a session: what this round adds to the former prompts and answers."""
+    """In a session: the tokens this round adds to the former prompts and answers."""
     output_tokens: int
-    """What it will really generate; the scheduler learns it when the stop token comes."""
+    """Tokens it will really generate; the scheduler learns the number with the stop token."""
     max_tokens: int
-    """What the client declares."""
+    """The limit that the client declares."""
     prefix_ids: tuple[int, ...] = ()
-    """Equal leading ids mean equal text, PREFIX_ID_TOKENS each; the rest of the prompt is the request's own."""
+    """Equal leading ids mean equal text, PREFIX_ID_TOKENS each; the rest of the prompt is unique to the request."""
     session: int | None = None
     think_us: int = 0
-    """Pause after the former call of the session."""
+    """Pause after the previous call of the session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +84,11 @@ class PrefillDecodeSplit:
     """Some instances prefill for all others."""
 
     givers: int
-    """How many of the instances, the last ones, only prefill; the others decode."""
+    """Number of instances, the last ones, that only prefill; the others decode."""
     config: WorkerConfig
-    """Of the givers, role aside."""
+    """Configuration of the instances that prefill; their role is set by the run."""
     times: StepTimeModel
-    """Of the givers."""
+    """Step times of the instances that prefill."""
     road: KvLinkModel
 
 
@@ -105,26 +105,26 @@ class RunSpec:
     network_us: int = 100
     """One way, between the front end and an instance."""
     host_us: int = 0
-    """What the front end spends on a request before it is submitted (HTTP, tokenising), one after the other."""
+    """Front-end time per request before it is submitted (HTTP, tokenising); requests pass one after the other."""
     look_every_us: int = 1_000_000
     spans_max: int = 200_000
     split: PrefillDecodeSplit | None = None
     """None: every instance does everything."""
     metered: bool = False
-    """Whether to take the CPU time of passes; the run itself does not depend on it."""
+    """Whether to measure the CPU time of passes; the run itself does not depend on it."""
     chosen: Callable[[Sequence[int]], int] | None = None
-    """By whom the next request is served, from the prompt tokens that wait at each for their first token; None: in turn."""
+    """Picks the instance of the next request, given the prompt tokens waiting at each for a first token; None: in turn."""
     route: RoutingPolicy | None = None
-    """Instead, a router in front of all instances decides, as in service."""
+    """Place requests with the production router under this policy; None: with the front end."""
 
     @property
     def takers(self) -> int:
-        """Instances that clients are served by; they come first."""
+        """Number of instances that serve clients; they come first."""
         return self.instances - (self.split.givers if self.split is not None else 0)
 
 
 def simulate(spec: RunSpec, progress: Callable[[int], None] = lambda _ended: None) -> RunRecord:
-    """`progress` is told how many more requests have ended."""
+    """Run it; `progress` is called with the number of requests that have newly ended."""
     return _Cluster(spec, progress).run()
 
 
@@ -140,11 +140,11 @@ class _Cluster:
         self.progress = progress
         self.ended = 0
         self._prefix_tokens: dict[int, int] = {}
-        """The token that stands for the text of each prefix id; ids may be any numbers."""
+        """The token value that stands for the text of each prefix id; ids may be any numbers."""
         self.queued_tokens = [0] * spec.takers
-        """Of prompts without a first token, by instance."""
+        """Prompt tokens of requests without a first token, by instance."""
         self._free_us = 0
-        """When the front end has dealt with what has arrived."""
+        """When the front end will have processed all requests that arrived."""
         self._spans: deque[StepSpan] = deque(maxlen=spec.spans_max)
         self._lines = Pipes(spec.network_us)
         self._lanes = None if spec.split is None else TimedTransfers(spec.split.road)
@@ -152,7 +152,7 @@ class _Cluster:
         self._gate = None if spec.route is None else self._make_gate(spec.route)
         self._seats = [self._start(number) for number in range(spec.instances)]
         self.numbers = {seat.name: seat.number for seat in self._seats}
-        """Of instances, by name."""
+        """Instance numbers by name."""
         self._chains = _chains(spec.calls)
 
     def run(self) -> RunRecord:
@@ -171,7 +171,7 @@ class _Cluster:
     # ── instances ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _make_gate(self, policy: RoutingPolicy) -> RouterHost:
-        # Everybody may wait as long as it takes: what is measured is where requests go, not when they are given up.
+        # Requests may wait without limit: a run measures placement, not when requests are given up.
         config = RouterConfig(policy=policy, deadline_us=FOR_EVER_US, absent_us=FOR_EVER_US, waiting_max=FOR_EVER_US)
         return RouterHost(self.world, self._lines, config, self.spec.instances, SECRET, seed=self.spec.seed)
 
@@ -212,7 +212,7 @@ class _Cluster:
         return InstanceSpec(number, config, self._executor, times, SECRET, tick_us, meter)
 
     def _peers_of(self, number: int) -> list[str]:
-        """Every taker knows every giver."""
+        """Every instance that decodes is a peer of every one that prefills."""
         if self.spec.split is None:
             return []
         takers, all_of_them = range(self.spec.takers), range(self.spec.instances)
@@ -243,13 +243,13 @@ class _Cluster:
         self._arrive_next()
 
     def spend_host(self) -> int:
-        """Microseconds until the front end has dealt with one more request."""
+        """Microseconds until the front end has processed one more request."""
         now_us = self.world.now_us
         self._free_us = max(now_us, self._free_us) + self.spec.host_us
         return self._free_us - now_us
 
     def prompt(self, index: int, call: PlannedRequest) -> Tokens:
-        """Text that is shared where the prefix ids are, and the request's own after them."""
+        """Shared tokens for the prefix ids, then tokens unique to the request."""
         ids = [self._prefix_tokens.setdefault(name, len(self._prefix_tokens)) for name in call.prefix_ids]
         if len(self._prefix_tokens) > UNIQUE_FROM:
             raise RunFailed(f"the calls name more than {UNIQUE_FROM:,} different prefixes")
@@ -274,7 +274,7 @@ class _Cluster:
         self.ended += 1
         self.progress(1)
 
-    # ── what is left behind ──────────────────────────────────────────────────────────────────────────────────────────────
+    # ── records ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def _instances(self) -> list[SimulatedInstance]:
@@ -334,14 +334,14 @@ def _handed(instance: SimulatedInstance, lanes: TimedTransfers) -> HandoverTotal
 
 
 Chain = list[tuple[int, PlannedRequest]]
-"""Calls that follow each other, with their indices."""
+"""Consecutive calls of one client, with their indices."""
 
 _SETTLED_US = 10_000
-"""Before this the instances start; the clocks of records count from here."""
+"""Time for instances to start; times in records count from here."""
 
 
 def _chains(calls: Sequence[PlannedRequest]) -> list[Chain]:
-    """A session is a chain; every other call is one of its own."""
+    """Each session is a chain; every other call is a chain of one."""
     chains: list[Chain] = []
     of_session: dict[int, Chain] = {}
     for index, call in enumerate(calls):
@@ -356,7 +356,7 @@ def _chains(calls: Sequence[PlannedRequest]) -> list[Chain]:
 
 
 class _Client:
-    """Goes through chain after chain, one call at a time."""
+    """Sends the calls of one chain after another, one call at a time."""
 
     def __init__(self, cluster: _Cluster, chains: Iterator[Chain]) -> None:
         self._cluster = cluster
@@ -390,7 +390,7 @@ class _Client:
         submission = Submission(RequestId(str(index)), self._prompt, sampling, call.max_tokens)
         self._cluster.submit(submission, self)
 
-    # ── what the front end tells ─────────────────────────────────────────────────────────────────────────────────────────
+    # ── called by the front end or router ────────────────────────────────────────────────────────────────────────────────
 
     def placed(self, where: str) -> None:
         self.served_by(self._cluster.numbers[where])
@@ -439,6 +439,6 @@ class _Client:
         journey.outcome = outcome
         answer = np.full(journey.output_tokens, FILLER_TOKEN, dtype=np.int32)
         self._history = np.concatenate((self._prompt, answer)) if self._chain else self._history
-        self._prompt = NO_TOKENS  # a router remembers who asked
+        self._prompt = NO_TOKENS  # a router keeps a reference to this client
         self._cluster.finished()
         self.go_on()

@@ -1,6 +1,6 @@
-"""Chaos: episodes of faults at times that the seed has drawn, and the healing at the end.
+"""Injects faults at times drawn from the seed, and ends all faults at the end of a world.
 
-Owns when something happens to which seat. What happens is done by the seat, the network and the disk themselves.
+Owns when a fault hits which instance. The instance hosts, the network and the disks carry it out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OPENING_CRASH_SHARE = 0.15
 PEER_CLOG_SHARE = 0.4
 
 STEP_LAST = 6
-"""An aim is taken at one of the first so many times that a step is taken."""
+"""A fault at a hand-over step hits one of the first 6 times that the step is taken."""
 
 MOMENTS: tuple[Callable[[SimulatedInstance], bool], ...] = (
     lambda _life: True,
@@ -33,12 +33,12 @@ MOMENTS: tuple[Callable[[SimulatedInstance], bool], ...] = (
     lambda life: life.device.in_flight > 0 and life.last_plan is not None and bool(life.last_plan.chunks),
     lambda life: life.device.in_flight > 0 and life.last_plan is not None and bool(life.last_plan.stops),
 )
-"""Any; a step in flight; one that prefills; one that carries an order to stop or to yield."""
+"""Any moment; a step in flight; a step that prefills; a step with an order to stop or to yield."""
 
 
 @dataclass(slots=True)
 class _Aim:
-    """Something that will happen when a step of a hand-over is taken for the n-th time."""
+    """A crash or pause when a hand-over step has been taken `left` more times."""
 
     step: str
     left: int
@@ -118,7 +118,7 @@ class FaultInjector:
             world.at(stream.randrange(self._span_us), store.die, stream)
 
     def heal(self) -> None:
-        """No fault any more: everything that was cut, stopped or slowed is as it was."""
+        """End all faults: undo every cut, pause and slowdown, and start what is down."""
         self._over = True
         if self._fabric is not None:
             self._fabric.heal()
@@ -134,7 +134,7 @@ class FaultInjector:
             seat.boot_if_down()
 
     def _partition(self, stream: random.Random, seat: InstanceHost) -> None:
-        """Both ways, or one way only."""
+        """Cut the line in both directions, or in one."""
         ends = list(seat.ends)
         stream.shuffle(ends)
         lasts_us = stream.randrange(20_000, 600_000)
@@ -157,7 +157,7 @@ class FaultInjector:
         self._world.after(lasts_us, self._network.clear, *ends)
 
     def _part(self, stream: random.Random, seat: InstanceHost, peer: str) -> None:
-        """Two peers cannot hear each other, or one of them cannot hear the other."""
+        """Cut two peers off from each other, in both directions or in one."""
         ends = [end_name(seat.name, peer), end_name(peer, seat.name)]
         stream.shuffle(ends)
         self._world.fire(Fault.PEER_PARTITION, f"{seat.name} and {peer}")
@@ -177,7 +177,7 @@ class FaultInjector:
                     self._strike(aim, seat)
 
     def _strike(self, aim: _Aim, seat: InstanceHost) -> None:
-        """Whoever took the step, or one of its peers; at once, or a little later."""
+        """Hit the instance that took the step, or one of its peers, at once or up to 3 ms later."""
         stream = aim.stream
         whose = stream.random()
         others = [other for other in self._seats if other.name in seat.peers]
@@ -200,7 +200,7 @@ class FaultInjector:
         self._world.after(log_uniform_us(stream, 3_000, 1_200_000), self._resume, seat, seat.host.lives)
 
     def _crash(self, stream: random.Random, seat: InstanceHost) -> None:
-        """At any moment, or when something particular is going on; with last words or without."""
+        """Crash when one of MOMENTS holds, with or without a failure message."""
         self._crash_when(stream, seat, stream.choice(MOMENTS))
 
     def _crash_when(self, stream: random.Random, seat: InstanceHost, is_moment: Callable[[SimulatedInstance], bool]) -> None:
@@ -217,13 +217,13 @@ class FaultInjector:
         self._world.after(log_uniform_us(stream, 300, 300_000), seat.boot_if_down)
 
     def _crash_at_opening(self, seat: InstanceHost) -> None:
-        """Right after an instance has taken up a session: what is still under way to it will meet its next life."""
+        """Crash right after an instance has accepted a session, so that packets on their way reach its next life."""
         stream = self._openings
         if not self._over and stream.random() < OPENING_CRASH_SHARE:
             self._world.after(stream.randrange(3_000), self._crash_when, stream, seat, MOMENTS[0])
 
     def _pause_front(self, stream: random.Random, _seat: InstanceHost) -> None:
-        """Everything that the front end and its clients do stands still."""
+        """Pause the front end and its clients."""
         if self._over or self._front.paused or not self._seats[0].counter:
             return
         self._world.fire(Fault.FRONT_PAUSE, FRONT)

@@ -1,6 +1,6 @@
-"""A fleet behind a router in a fuzzed world: when it is whole again, when it is quiet, and what must be true of it then.
+"""Checks of a fleet behind a router in a fuzzed world: whether it serves, whether it is idle, and that nothing is held then.
 
-Owns nothing but the question. The router is at the gate, instances are on their seats, faults come from the upheaval.
+Owns no state beyond references to the router's host, the instances' hosts and the router's faults.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from baton.sim.router_host import RouterHost
 
 RESUMED_WITHIN_US = 5_000_000
 CLAIMED_WITHIN_US = 500_000
-"""A client may take so long to notice and to come back."""
+"""Time a client may need to notice a lost router and to come back."""
 
 
 class FleetChecks:
@@ -30,14 +30,14 @@ class FleetChecks:
 
     @property
     def noticed_us(self) -> int:
-        """After so long the router knows who is there; whoever is not, has been told when it spoke."""
+        """Time until the router has noticed every lost instance, and every lost instance has learned it."""
         return self.gate.config.suspect_us + 2 * self.gate.config.beat_us + 200_000
 
     def heal(self) -> None:
         self._upheaval.heal()
 
     def serves(self, seat: InstanceHost) -> bool:
-        """Both ends are in the same session, the router has welcomed it there, and it is not about to go."""
+        """Whether both ends are in the same session, the router has welcomed it there, and it does not drain or leave."""
         member, door = seat.member, self.gate.doors[seat.number]
         if seat.instance is None or seat.instance.is_leaving or seat.instance.is_behind or member is None or member.drains:
             return False
@@ -46,7 +46,7 @@ class FleetChecks:
 
     @property
     def is_quiet(self) -> bool:
-        """Nothing is open at the router, and nothing kept for it."""
+        """Whether no request is open at the router, and no instance holds a choice for it."""
         if self.gate.switch.router.open_requests:
             return False
         return all(seat.member is None or not seat.member.relay.held_choices for seat in self._seats)
@@ -74,9 +74,9 @@ class FleetChecks:
                 raise LawBroken(TRUE_NAMES, f"{seat.name} has said {key.hex()}, and the router does not know it")
 
     def may_be_forgotten(self, origin: bytes, lost_us: int) -> bool:
-        """Whether the router of that time had it nowhere, or something happened to whoever had it, or to a router.
+        """Whether the request was at no instance when the router crashed, or a fault hit such an instance or a router.
 
-        Since then, or so shortly before that the router did not know it yet.
+        The fault may have happened since then, or so shortly before that the router had not noticed it.
         """
         kept = self.gate.kept.get((origin, lost_us))
         config = self.gate.config

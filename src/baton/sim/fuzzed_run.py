@@ -1,10 +1,10 @@
-"""One fuzzed world from its beginning to the verdict.
+"""One fuzzed world from its start to the verdict.
 
 Owns the two phases:
 
-    chaos    requests arrive, faults happen; safety laws after each event
-    heal     no fault any more; every open request must end within a bound, every instance must serve again (each is
-             asked one more question), and then nothing may be held
+    chaos    requests arrive and faults happen; safety laws are checked after each event
+    heal     no more faults; every open request must end within a bound, every instance must serve again (each gets one
+             more request), and then no resources may be held
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from baton.sim.recovery import Recovery
 from baton.sim.scenario import Scenario, ScenarioTrim, draw_scenario
 
 BOOTED_US = 30_000
-"""Nobody asks before the instances had time to start."""
+"""Time for the instances to start before the first request."""
 RECOVERED_WITHIN_US = 10_000_000
 QUIET_WITHIN_US = 10_000_000
 
@@ -43,7 +43,7 @@ class WorldVerdict:
 
 
 class FuzzedRun:
-    """A scenario under way."""
+    """Runs one scenario."""
 
     def __init__(self, scenario: Scenario, *, tell_story: bool = False, always_audit: bool = False) -> None:
         self.scenario = scenario
@@ -117,7 +117,7 @@ class FuzzedRun:
         site.audit_all()
         site.until_all_have_ended(site.users, HEALED_WITHIN_US, LIVENESS)
         patience_us = site.noticed_us if site.fleet is None else site.fleet.noticed_us
-        site.until(site.world.now_us + patience_us)  # whoever has not noticed a loss yet does now
+        site.until(site.world.now_us + patience_us)  # every process has noticed a loss by then
         self._recovery.until_all_serve(site.world.now_us + RECOVERED_WITHIN_US)
         self._recovery.ask_each_instance()
         self._recovery.until_nothing_is_held(site.world.now_us + QUIET_WITHIN_US)

@@ -1,6 +1,6 @@
-"""A scenario built: hosts, lines, instances, router, clients and whoever makes faults happen.
+"""The objects of one fuzzed scenario: hosts, lines, instances, router, clients and fault injectors.
 
-Owns how they are put together, how time passes among them, and what has happened to whom, as the cause of what clients see.
+Owns their construction, the loop that advances time, and the answers to which losses and suspicions injected faults explain.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from baton.sim.world import Host, World
 EVENTS_MAX = 200_000
 HEALED_WITHIN_US = 20_000_000
 STANDSTILL_US = 3_000_000
-"""Nothing but signs of life for so long, while somebody waits, is a deadlock."""
+"""While a client waits, this long with nothing but heartbeats is a deadlock."""
 PEER_DEAD_US = 3_000_000
-"""So long after an instance died nothing may be held for it."""
+"""This long after an instance died, its peers may hold nothing for it."""
 UNBOUNDED = 1 << 30
 SUSPECTED_WITHIN_US = 200_000
-"""Beyond the time that a router waits for a sign of life: what was under way arrives late."""
+"""Allowance beyond the router's silence limit, for messages that arrive late."""
 
 
 class FuzzedWorld:
@@ -71,13 +71,13 @@ class FuzzedWorld:
     def may_be_lost(self, instance: int, accepted: bool) -> bool:
         now_us = self.world.now_us
         noisy = self.scenario.rates.network.may_silence and now_us <= self.scenario.span_us + self.noticed_us
-        if noisy or instance >= len(self.seats):  # some are strangers
+        if noisy or instance >= len(self.seats):  # numbers beyond the instances are old lives
             return True
         return now_us <= self.seats[instance].troubled_until_us(rolling_too=not accepted) + self.noticed_us
 
     def may_be_suspected(self, instance: int) -> bool:
         router = self.scenario.router
-        if router is None or instance >= len(self.seats):  # some are strangers
+        if router is None or instance >= len(self.seats):  # numbers beyond the instances are old lives
             return True
         now_us, noticed_us = self.world.now_us, router.suspect_us + 2 * router.beat_us + SUSPECTED_WITHIN_US
         noisy = self.scenario.rates.network.may_silence and now_us <= self.scenario.span_us + noticed_us
@@ -91,7 +91,7 @@ class FuzzedWorld:
 
     @property
     def noticed_us(self) -> int:
-        """After so long both sides know of a loss: each may need its whole patience, and packets may come late."""
+        """Time until both sides have noticed a lost session: both silence limits, and half a second for late packets."""
         return self.scenario.link.silent_us + self.scenario.link.acceptor_silent_us + 500_000
 
     def until(self, until_us: int) -> None:
@@ -109,12 +109,12 @@ class FuzzedWorld:
                 raise LawBroken(DEADLOCK, who)
             if self.world.now_us > bound_us:
                 raise LawBroken(law, who)
-            for _ in range(32):  # asking everybody after each event would take longer than the event
+            for _ in range(32):  # checking all users after each event would take longer than the event
                 if self.world.next_us is not None:
                     self.world.step()
 
     def look_for_what_is_held(self, seat: InstanceHost) -> None:
-        """It has just died, or everything has healed: three seconds later nobody holds what was held for it then."""
+        """After a death or the end of faults: check in three seconds that no peer holds what it held for it by now."""
         if seat.peers:
             self.world.after(PEER_DEAD_US, self._nothing_held_for, seat, self.world.now_us)
 
@@ -139,7 +139,7 @@ class FuzzedWorld:
         return _serves(seat, self.lines[seat.number]) if self.fleet is None else self.fleet.serves(seat)
 
     def door_of(self, seat: InstanceHost) -> Entrance:
-        """Where a question must be asked so that this one answers it; behind a router, somebody does."""
+        """The entrance for a request that this instance shall answer; behind a router, any instance may."""
         if self.fleet is not None:
             return self.fleet.gate
         if seat.counter is None:
@@ -194,7 +194,7 @@ class FuzzedWorld:
         return StorageModel(self.world, scenario.rates.copies, scenario.copies, store, self.judge.names_of)
 
     def _lose_patience(self, instance: SimulatedInstance, haul: TransferId, delay_us: int) -> None:
-        """Whose KV is being brought back leaves about then."""
+        """Let the client whose KV is copied back disconnect after `delay_us`."""
         waiting = self.judge.waits_for(instance, haul)
         index = None if waiting is None else int(waiting.partition(".")[0])
         for user in self.users:
@@ -213,7 +213,7 @@ class FuzzedWorld:
 
 
 def _serves(seat: InstanceHost, line: LineEndpoint) -> bool:
-    """Both ends are in the same session, and the instance has said in it that it is ready."""
+    """Whether both ends are in the same session, and the instance has reported ready in it."""
     if seat.instance is None or seat.instance.is_leaving or seat.line is None or seat.counter is None:
         return False
     return seat.line.session == line.session and seat.counter.serves and not line.undelivered

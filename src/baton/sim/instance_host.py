@@ -1,8 +1,8 @@
 """The host and disk of one instance over all its lives, and its line to the front end or router.
 
-Owns starting, crashing and restarting. A life is a `SimulatedInstance`; it gets a line when it has started. Under a router a
-life has a second process, its own front end (`InstanceFrontEnd`): the two crash and pause together, but the engine can also
-stand still alone.
+Owns starting, crashing and restarting. A life is a `SimulatedInstance`; it gets a line when it has started. Behind a router
+a life has a second process, its own front end (`InstanceFrontEnd`): the two crash and pause together, but the engine can
+also be paused alone.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def seat_name(number: int) -> str:
 
 class InstanceHost:
     when_dead: Callable[[InstanceHost], None] | None = None
-    """Called when a life is over."""
+    """Called when a life has ended."""
     when_opened: Callable[[InstanceHost], None] | None = None
-    """Called when the present life has taken up a session."""
+    """Called when the present life has accepted a session."""
     when_cut_off: Callable[[InstanceHost, int | None], None] | None = None
-    """Called when a life is over, with the session that it was in."""
+    """Called when a life has ended, with the number of its session."""
     when_told: Callable[[InstanceHost, SessionEffects], None] | None = None
-    """Called with what its relay makes of what it hears."""
+    """Called with the effects of each message from the router."""
     at_step: Callable[[InstanceHost, str], None] | None = None
     """Called at each step of a hand-over that is taken here."""
 
@@ -53,23 +53,23 @@ class InstanceHost:
         depot: StorageModel | None = None,
         peers_lines: Lines | None = None,
     ) -> None:
-        """`counter`: the front end's side of it; None: it serves a router, and keeps what it has for it for `grace_us`.
+        """`counter`: the front end's side of it; None: it serves a router, and keeps requests of a lost one for `grace_us`.
 
-        `peers_lines`: what connects it with its peers; None: `lines`.
+        `peers_lines`: the kind of lines to its peers; None: `lines`.
         """
         self.name = seat_name(spec.number)
         self.role = spec.config.role
         self.peers = peers
-        """The names of the seats it hands over to, or is handed over from."""
+        """Names of the instances that it hands over to, or takes over from."""
         self.neighbours: SimulatedPeers | None = None
-        """Of the present life, once it has started."""
+        """Peer connections of the present life, once it has started."""
         self.peer_lines: list[LineEndpoint] = []
         """Of all lives."""
         self._fabric, self._depot = fabric, depot
         self.number = spec.number
         self.counter = counter
         self.member: InstanceFrontEnd | None = None
-        """The front end of the present life, under a router."""
+        """The front end of the present life, behind a router."""
         self.relays: list[InstanceSessions] = []
         """Of all lives."""
         self.host = Host(world, self.name)
@@ -85,9 +85,9 @@ class InstanceHost:
         self._hurt_until_us = 0
         self._rolled_until_us = 0
         self._rolling = False
-        """Between two lives of a rolling restart."""
+        """Whether it is between two lives of a rolling restart."""
         self.line: LineEndpoint | None = None
-        """Of the present life."""
+        """The line of the present life."""
         self.lines: list[LineEndpoint] = []
         """Of all lives."""
         self.disagreement = 0.0
@@ -95,11 +95,11 @@ class InstanceHost:
 
     @property
     def ends(self) -> tuple[str, str]:
-        """What the network calls the two ends of its line."""
+        """Network names of the two ends of its line."""
         return line_names(self.number) if self.counter is None else (self.name, f"{FRONT} {self.number}")
 
     def troubled_until_us(self, *, rolling_too: bool) -> int:
-        """Until when something was wrong here that can end a session: now, while it is."""
+        """End of the last fault here that can end a session; now, while one lasts."""
         absent = self.instance is None or self.instance.worker is None
         rolls = self._rolling or (self.instance is not None and self.instance.is_leaving)
         if self.host.paused or (absent and not self._rolling) or (rolls and rolling_too):
@@ -107,25 +107,25 @@ class InstanceHost:
         return max(self._troubled_until_us, self._rolled_until_us if rolling_too else 0)
 
     def trouble(self, for_us: int = 0, *, of_router: bool = False) -> None:
-        """Something is wrong here, or on the way to it; or only at the router, which then has nobody to suspect."""
+        """Record a fault here or on the line; `of_router`: at the router, which has no cause to suspect this instance."""
         until_us = self.host.world.now_us + for_us
         self._troubled_until_us = max(self._troubled_until_us, until_us)
         if not of_router:
             self._hurt_until_us = max(self._hurt_until_us, until_us)
 
     def slow_down(self, for_us: int) -> None:
-        """Its steps take longer: no session ends of it, but a router may take it for stuck."""
+        """Record slower steps: they end no session, but a router may suspect the instance."""
         self._hurt_until_us = max(self._hurt_until_us, self.host.world.now_us + for_us)
 
     def hurt_until_us(self) -> int:
-        """Until when something was wrong here for which a router may suspect it: now, while it is."""
+        """End of the last fault here for which a router may suspect it; now, while one lasts."""
         absent = self.instance is None or self.instance.worker is None
         stands = self.host.paused or self.front.paused
         return self.host.world.now_us if absent or stands else self._hurt_until_us
 
     def boot(self) -> None:
         if not self._rolling:
-            self.trouble(of_router=not self.host.lives)  # before its first life there was nobody to suspect
+            self.trouble(of_router=not self.host.lives)  # before its first life the router does not know it
         self.host.restart()
         self.front.restart()
         life = SimulatedInstance(self.host, self.disk, self._spec, self._watcher)
@@ -159,19 +159,19 @@ class InstanceHost:
             self.when_cut_off(self, session)
 
     def fail(self) -> None:
-        """The engine ends by itself, with last words."""
+        """The engine ends by itself, with a failure message."""
         if self.instance is not None and not self.host.paused:
             self.host.world.fire(Fault.ENGINE_FAILURE, self.name)
             self.instance.fail("a simulated fault of the device")
             self.crash()
 
     def leave(self) -> None:
-        """Its operator tells it to stop: it takes nothing new, and goes when everything open has ended."""
+        """Its operator stops it: it accepts nothing new, and ends when all open requests have ended."""
         if self.member is not None:
             self.front.run(self.member.leave)
 
     def restart_when_idle(self, down_us: int) -> None:
-        """A drain has been ordered: when everything open has ended, the next life begins."""
+        """After a drain: start the next life `down_us` after all open requests have ended."""
         if self.instance is not None and self.instance.worker is not None:
             self.instance.restart_when_idle(lambda: self._cycle(down_us))
 
@@ -196,7 +196,7 @@ class InstanceHost:
         self.front.pause()
 
     def stall(self) -> None:
-        """Only the engine stands still; its front end goes on."""
+        """Pause only the engine; its front end continues."""
         self.host.pause()
 
     def resume(self) -> None:
@@ -239,7 +239,7 @@ class InstanceHost:
         self.peer_lines += self.neighbours.lines
         life.device.signals = self.neighbours.sender
         life.at_step = self._step_taken
-        if self.counter is not None or self.role.gives:  # else the router says whom to call
+        if self.counter is not None or self.role.gives:  # else the router names the peers to connect to
             self.neighbours.open()
 
     def _step_taken(self, step: str) -> None:
@@ -252,7 +252,7 @@ class InstanceHost:
 
 
 class _Answering:
-    """The instance's end of its line."""
+    """Handles the instance's end of its line to a front end."""
 
     def __init__(self, seat: InstanceHost, counter: InstanceTable, life: SimulatedInstance) -> None:
         self._seat = seat

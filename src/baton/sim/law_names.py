@@ -1,4 +1,4 @@
-"""The names of the promises that a world is held to, and how a broken one is said."""
+"""The names of the laws that are checked in simulated worlds, and the exception for a broken one."""
 
 from __future__ import annotations
 

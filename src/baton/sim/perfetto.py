@@ -1,17 +1,17 @@
-"""A run as a timeline that ui.perfetto.dev (and chrome://tracing) opens: JSON in the Chrome trace format.
+"""Timelines of runs for ui.perfetto.dev and chrome://tracing: JSON in the Chrome trace format.
 
     process "instance 3"
-      steps               one slice a step: "decode 7", "prefill 2048 + 7"
+      steps               one slice per step: "decode 7", "prefill 2048 + 7"
       KV blocks           counter: requests, cached, free
       requests            counter: running, waiting
       preemptions         counter, since the start
       request             async slices, packed by the viewer: request ⊃ queue, prefill, decode
     process "front end"   requests that no instance took
 
-Owns the shape of that file and a bound on its size: of steps and requests only the latest are shown (a record keeps the
-latest steps), looks are thinned evenly, and `otherData` of the file says how many of each are missing. A preempted request
-went through queue and prefill more than once and the record has only sums, so its time before the first token is one slice
-and its arguments tell the rest.
+Owns the form of that file and a bound on its size: only the latest steps and requests are shown (a record keeps the latest
+steps), samples are thinned evenly, and `otherData` gives the numbers left out. A preempted request went through queue and
+prefill more than once and the record has only sums, so its time before the first token is one slice, with the sums as
+arguments.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REQUESTS_MAX = 20_000
 LOOKS_MAX = 50_000
 STEPS_TRACK = 1
 FRONT_PROCESS = 1
-"""Viewers give process 0 a meaning of its own."""
+"""Not 0, which viewers treat specially."""
 
 Argument = str | int | float | None
 
@@ -48,7 +48,7 @@ class TraceEvent(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class LeftOut(msgspec.Struct, frozen=True):
-    """What a timeline does not show, because files that no viewer opens show nothing."""
+    """Numbers of events left out of a timeline to bound its size."""
 
     steps: int
     requests: int
@@ -77,7 +77,7 @@ def timeline(
     spans = sorted(record.spans, key=lambda span: (span.begin_us, span.instance))
     journeys = [journey for journey in record.journeys if journey.ended_us is not None]
     journeys.sort(key=lambda journey: (journey.arrived_us, journey.index))
-    # Instances are looked at together, so whole rounds of looks stay or go.
+    # All instances are sampled at the same times, so whole rounds of samples are kept or dropped.
     rounds = sorted({look.at_us for look in record.looks})
     every = max(1, -(-len(record.looks) // looks_max))
     shown = frozenset(rounds[::every])

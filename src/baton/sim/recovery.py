@@ -1,6 +1,6 @@
-"""What must be so once no fault happens any more: every instance serves again, and then nothing is held.
+"""Checks after faults have ended: every instance serves again, answers one more request, and then holds nothing.
 
-Owns the questions that are asked to find out.
+Owns the probe requests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from baton.sim.world import stream_of
 SAID_WITHIN_US = 350_000
 IMPATIENT_US = 1_000_000
 PROBE_FROM = 1_000_000
-"""Indices of the questions that are asked when everything has healed."""
+"""First index of probe requests."""
 
 
 class Recovery:
@@ -32,7 +32,7 @@ class Recovery:
             site.world.step()
 
     def _knows_its_peers(self, seat: InstanceHost) -> bool:
-        """Every pair has registered with each other in the same session."""
+        """Whether it and each of its peers have registered with each other in the same session."""
         others = [other for other in self._site.seats if other.name in seat.peers]
         for other in others:
             if seat.neighbours is None or other.neighbours is None:
@@ -43,7 +43,7 @@ class Recovery:
         return True
 
     def ask_each_instance(self) -> None:
-        """Whoever serves again answers one more question, in full."""
+        """Every serving instance must answer one more request in full."""
         site = self._site
         site.judge.calm = True
         if self._may_give_up_questions:
@@ -56,17 +56,17 @@ class Recovery:
 
     @property
     def _may_give_up_questions(self) -> bool:
-        """A narrow line has old signs of life to carry first, and an impatient router does not wait for its turn."""
+        """Whether old heartbeats on a narrow line may delay probes beyond the router's short deadline."""
         router = self._site.scenario.router
         return router is not None and router.deadline_us < IMPATIENT_US and "narrow-line" in self._site.scenario.classes
 
     def _ask_for_a_handover(self) -> None:
-        """Where there are peers again, they prefill again: one question after the other, so that none finds a full queue."""
+        """Check that peers prefill again, with one probe after the other so that no queue is full."""
         site = self._site
         if not site.scenario.can_hand_over(HANDED_OVER_TOKENS):
             return
         if site.fleet is not None and MIXED in site.scenario.roles:
-            return  # which might be asked instead
+            return  # which may serve the probe instead
         stream = stream_of(site.scenario.seed, "probes")
         for seat in site.seats:
             if not (seat.role.takes and seat.peers) or seat.instance is None:
@@ -80,7 +80,7 @@ class Recovery:
                 raise LawBroken(RECOVERY, f"{seat.name} prefilled by itself, though {', '.join(seat.peers)} were there")
 
     def _ask_for_a_look(self) -> None:
-        """A store that is there again is asked again: by the first who prefills something new after it was left alone."""
+        """Check that the store is used again after its back-off, with a probe of a new prompt."""
         site = self._site
         store, scenario = site.depot.store, site.scenario
         if store is None or store.is_dead or not scenario.looks_in_store:
@@ -111,7 +111,7 @@ class Recovery:
         while not self._nothing_open() and site.world.next_us is not None and site.world.now_us <= bound_us:
             site.world.step()
         if site.fleet is not None:
-            site.until(site.world.now_us + SAID_WITHIN_US)  # signs of life say what is cached
+            site.until(site.world.now_us + SAID_WITHIN_US)  # heartbeats report what is cached
         site.audit_all()
         for seat in site.seats:
             if seat.instance is not None:

@@ -1,14 +1,14 @@
-"""From what a simulated run left behind to the numbers that are published.
+"""Summaries of simulated runs: from records to the published numbers.
 
-Owns the names, units and definitions of those numbers, and nothing of how they look. Times to the first token and to the
-end are in seconds, times a token in milliseconds, rates a simulated second. What was not seen is None, never zero.
+Owns the names, units and definitions of those numbers, not their presentation. TTFT and end-to-end times are in seconds,
+times per token in milliseconds, rates per simulated second. A value that was not observed is None, never zero.
 
     finished     ended by a stop token or by its length; only these count in latencies, tokens and the prefix hit rate
-    good         finished within both targets; an answer of one token has no time a token and is held to the first alone
+    good         finished within both targets; an answer of one token has no time per token and is held to TTFT alone
     span         from the first arrival to the last end; all rates are over it
-    pool shares  one look at one instance counts as much as any other
+    pool shares  means over all samples of all instances, each with equal weight
     busy         share of the span in which a device computed
-    roles        where instances differ in what they do: the same of each kind, and what was handed over
+    roles        in split clusters: the same numbers for each role, and its hand-overs
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Setting = str | int | float | bool | None
 
 
 class BadRecord(BatonError):
-    """A record that no run could have left behind; the message says what contradicts what."""
+    """A record that contradicts itself; the message says how."""
 
 
 @dataclass(frozen=True, slots=True)
 class LatencyTargets:
-    """What a client counts as good service."""
+    """The latency targets of goodput."""
 
     ttft_s: float
     tpot_ms: float
@@ -74,7 +74,7 @@ class RequestCounts(msgspec.Struct, frozen=True):
 
     @property
     def broken(self) -> int:
-        """Requests that a cluster without faults ends otherwise."""
+        """Requests that a cluster without faults would have finished."""
         return self.errors + self.lost + self.unfinished
 
 
@@ -92,14 +92,14 @@ class TokenTotals(msgspec.Struct, frozen=True):
 
 
 class Throughputs(msgspec.Struct, frozen=True):
-    """A simulated second."""
+    """Per simulated second."""
 
     requests_per_s: float | None
     input_tokens_per_s: float | None
     output_tokens_per_s: float | None
     good_per_s: float | None
     good_share: float | None
-    """Of all requests, also of those that were refused."""
+    """Share of all requests, refused ones included."""
 
 
 class PoolShares(msgspec.Struct, frozen=True):
@@ -109,10 +109,10 @@ class PoolShares(msgspec.Struct, frozen=True):
     """By requests."""
     held_peak: float
     cached_mean: float
-    """By nobody, and kept for prompts that begin alike."""
+    """By no request, kept for the prefix cache."""
     free_mean: float
     leased_mean: float = 0.0
-    """Granted to prefills of peers."""
+    """Leased for prefills of peers."""
 
 
 class QueueLengths(msgspec.Struct, frozen=True):
@@ -146,7 +146,7 @@ class RoleSummary(msgspec.Struct, frozen=True):
     gigabytes: float
     """Of KV, sent or received."""
     link_busy: float | None
-    """Share of the span in which their links carried KV."""
+    """Share of the span in which their links moved KV."""
 
 
 class RunSummary(msgspec.Struct, frozen=True):
@@ -173,7 +173,7 @@ class RunSummary(msgspec.Struct, frozen=True):
     handover_s: ValueDistribution | None = None
     """From the ask to the adoption."""
     transfer_s: ValueDistribution | None = None
-    """Of that, what was neither waiting nor computing at the giver."""
+    """Part of that which was neither queueing nor computing at the giver."""
     roles: list[RoleSummary] = []
 
 
@@ -250,7 +250,7 @@ def _role(record: RunRecord, role: str) -> RoleSummary:
 
 
 def check(record: RunRecord) -> None:
-    """Nonsense is refused before it becomes a number that looks like a result."""
+    """Raise BadRecord for a record that contradicts itself."""
     if record.instances < 1 or record.pool_blocks < 1 or record.block_size < 1:
         raise BadRecord(f"{record.instances} instances of {record.pool_blocks} blocks of {record.block_size} tokens")
     for journey in record.journeys:
@@ -295,7 +295,7 @@ def span_of(record: RunRecord) -> int | None:
 
 
 def describe(values_us: Iterable[float | None], unit_us: float = 1e6) -> ValueDistribution | None:
-    """None when there is nothing to describe."""
+    """None if there are no values."""
     values = np.array([value for value in values_us if value is not None], dtype=np.float64) / unit_us
     if not len(values):
         return None
@@ -371,7 +371,7 @@ def _queues(looks: Sequence[InstanceSample]) -> QueueLengths | None:
 
 
 def busy_shares(record: RunRecord) -> npt.NDArray[np.float64] | None:
-    """One an instance."""
+    """One per instance."""
     span_us = span_of(record)
     return np.array(record.busy_us) / span_us if span_us and record.busy_us else None
 

@@ -1,6 +1,6 @@
-"""What goes wrong in worlds with a router, beyond `chaos`: its own crashes and pauses, drains, old lives, forged frames.
+"""Injects faults of worlds with a router, beyond `fault_injector`: its crashes and pauses, drains, old lives, forged frames.
 
-Owns when something happens to whom. What happens is done by the gate, the seats and the strangers themselves.
+Owns when a fault hits which process. The hosts and `zombies` carry it out.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from baton.wire.instance_sessions import InstanceSessions, SessionEffects
 
 BY_MEMBER_SHARE = 0.3
 BY_ROUTER_SHARE = 0.5
-"""Of drains: ordered at the router; the others are told to stop by their own operator."""
+"""Share of drains ordered at the router; the others are ordered at the instance."""
 NOTICED_US = 1_000
-"""A machine says within so long that a process is gone."""
+"""Time within which a connection reset arrives after a crash."""
 
 
 class RouterFaults:
@@ -60,7 +60,7 @@ class RouterFaults:
                 self._world.at(stream.randrange(self._span_us), begin, stream, stream.choice(self._seats))
 
     def boot(self) -> None:
-        """All instances, less one that comes when the others are at work."""
+        """Start all instances; one of them may start later, under load."""
         late = self._seats[-1] if self._rates.late_joins and len(self._seats) > 1 else None
         for seat in self._seats:
             if seat is late:
@@ -116,7 +116,7 @@ class RouterFaults:
             seat.resume()
 
     def _cut_off(self, seat: InstanceHost, session: int | None) -> None:
-        """An instance is gone. Where its machine lives on, the router is told at once."""
+        """An instance crashed. If its machine is up, the router gets a connection reset."""
         if not self._over and self._resets.random() < self._rates.resets and session is not None:
             self._gate.host.after(self._resets.randrange(NOTICED_US), self._reset_door, seat.number, session)
 
@@ -158,10 +158,10 @@ class RouterFaults:
                 seat.trouble(of_router=True)
             self._gate.wake()
 
-    # ── strangers ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── old lives and forged frames ──────────────────────────────────────────────────────────────────────────────────────
 
     def _old_life(self, stream: random.Random, seat: InstanceHost) -> None:
-        """While the present life is a member, or there is no router: then it may be the first that the next one meets."""
+        """Start an old life while the present one is a member, or while the router is down, so that it may join first."""
         join = self._join_of(seat)
         known = seat.member is not None and seat.member.serves
         if self._over or join is None or (self._gate.host.up and not known):

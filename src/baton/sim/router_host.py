@@ -1,8 +1,8 @@
-"""The router's host: the production RouterSessions and Router, behind one line for each instance, in front of all clients.
+"""The host of a simulated router: the production RouterSessions and Router, with one line per instance, serving all clients.
 
-Owns the lives of the router and who waits for which body. A life begins with nothing: what its predecessor knew is gone,
-less what instances have kept of it. Clients are on machines of their own: they notice a crash at once, and may come back for
-what they were in the middle of. It carries out what the switch says; all decisions are the production objects'.
+Owns the lives of the router and the client of each request. A life begins without state, except for requests that instances
+have kept and report. Clients are on other machines: they notice a crash at once, and may come back to resume an answer. This
+class carries out the acts of RouterSessions; all decisions are the production objects'.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from baton.wire.router_messages import FromRouter, decode_from_instance, encode_
 from baton.wire.router_sessions import Act, CloseConnection, RouterSessions, SayToInstance
 
 TOLD = (TimelineStage.PLACED, TimelineStage.PREEMPTED, TimelineStage.MOVED, TimelineStage.ENDED)
-"""What the story says of a choice; the rest is in what its instance and its client do."""
+"""Stages of a choice that are noted in the story; the others are noted by its instance and its client."""
 OUTBOX_MAX = 2_000
-"""Messages that wait for room on one line; an instance that takes none is given up before there are so many."""
+"""Bound on messages waiting for room on one line; a session is given up before it is reached."""
 
 
 class RequestListener(Protocol):
-    """Who asked for a body, and hears of it. Each choice is named by its place."""
+    """Made a request and gets its events. `place` is the index of a choice."""
 
     def opened(self) -> None: ...
 
@@ -56,35 +56,35 @@ class RequestListener(Protocol):
     ) -> None: ...
 
     def placed(self, where: str) -> None:
-        """The instance to which one choice goes now."""
+        """One choice was placed at this instance."""
 
     def gone(self) -> None:
-        """The router is gone, and the connection with it."""
+        """The router crashed, and the connection broke."""
 
 
 @dataclass(slots=True)
 class UnclaimedAnswer:
-    """An orphaned body, as it is known by now."""
+    """A request kept by an instance after a router crash, with the tokens known so far."""
 
     body: RequestNumber
     origin: bytes
     tokens: list[list[int] | None]
-    """By choice; None: nothing is known of it."""
+    """By choice; None: nothing is known of the choice."""
     cached: list[int | None]
     outcomes: list[ChoiceOutcome | None]
 
 
 class RouterRequest:
-    """A body, as its client holds it: of one life of the router, and of no use after that."""
+    """A request, for its client. It belongs to one life of the router and has no effect after that."""
 
     def __init__(self, gate: RouterHost, asker: RequestListener) -> None:
         self.body: RequestNumber | None = None
-        """None until the router has looked at it."""
+        """None until the router has taken it."""
         self.asker = asker
         self.is_early = True
-        """No instance has accepted it yet."""
+        """Whether no instance has accepted it yet."""
         self.is_there = True
-        """Whether the client still listens; the router may not know yet that it does not."""
+        """Whether the client is still connected."""
         self._gate = gate
         self._life = gate.host.lives
 
@@ -93,7 +93,7 @@ class RouterRequest:
         return f"the router, as body {self.body}"
 
     def leave(self) -> bool:
-        """The client is gone. Answers whether it hears nothing any more."""
+        """Cancel: the client is gone. Returns True: it gets no further events."""
         self.is_there = False
         self._run(self._gate.leave, self)
         return True
@@ -117,7 +117,7 @@ class RouterHost:
         book: RouterWatcher | None = None,
         seed: int = 0,
     ) -> None:
-        """`doors`: how many instances, and whoever else, may have a line to it."""
+        """`doors`: the number of lines to it: instances and old lives."""
         self.host = Host(world, ROUTER)
         self.config = config
         self.book = RouterWatcher() if book is None else book
@@ -128,16 +128,16 @@ class RouterHost:
         """Of all lives."""
         self.former: list[RouterSessions] = []
         self.found: dict[bytes, UnclaimedAnswer] = {}
-        """Orphans that nobody has come for, by their origin."""
+        """Unclaimed requests, by their origin."""
         self.doors: list[RouterLine] = []
         self.kept: dict[tuple[bytes, int], set[int]] = {}
-        """By origin and the moment of a crash: which instances were at work on a body."""
+        """By origin and time of a crash: the instances that were computing the request."""
         self.disturbed_us = 0
-        """When the router last crashed or was woken up."""
+        """When the router last crashed or was resumed."""
         self._lines = lines
         self._doors = doors
         self._unseen: list[RouterRequest] = []
-        """What came while the router slept."""
+        """Requests that the router has not taken yet, because it is paused."""
         self._passages: dict[RequestNumber, RouterRequest] = {}
         self._orphans: dict[RequestNumber, UnclaimedAnswer] = {}
         self._by_session: dict[Session, RouterLine] = {}
@@ -166,7 +166,7 @@ class RouterHost:
             return
         self.book.died()
         now_us = self.host.world.now_us
-        if not self.host.paused:  # else it has slept over what became of them
+        if not self.host.paused:  # else it has missed what became of them during the pause
             self.kept.update({(origin, now_us): instances for origin, instances in self.book.kept.items()})
         self.disturbed_us = now_us
         self.former.append(self.switch)
@@ -187,7 +187,7 @@ class RouterHost:
     # ── clients ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def submit(self, group: Sequence[Submission], asker: RequestListener) -> RouterRequest | None:
-        """None where there is no router; else it is looked at now, or when the router wakes up."""
+        """None if the router is down; else it is taken now, or when the router is resumed."""
         if not self.host.up:
             return None
         passage = RouterRequest(self, asker)
@@ -196,7 +196,7 @@ class RouterHost:
         return passage
 
     def serving(self) -> dict[int, bool]:
-        """As far as a client can know."""
+        """Empty: clients of a router do not know the instances."""
         return {}
 
     def _submit(self, passage: RouterRequest, group: Sequence[Submission]) -> None:
@@ -219,9 +219,9 @@ class RouterHost:
             self._carry_out(self.switch.cut(passage.body, place, keep, self.host.world.now_us))
 
     def claim(self, group: Sequence[Submission], asker: RequestListener) -> tuple[RouterRequest, UnclaimedAnswer] | None:
-        """A client comes for what it was in the middle of when an earlier router was lost. None: not known here (yet).
+        """Resume a request whose router crashed. None: no instance has reported it (yet).
 
-        What was asked for is in the origin, so that choices which no instance has kept can begin anew.
+        The client sends the group again, so that choices which no instance has kept can start anew.
         """
         origin = group[0].request_id.encode()
         found = self.found.pop(origin, None) if self.host.up and not self.host.paused else None
@@ -244,7 +244,7 @@ class RouterHost:
         return session
 
     def heard(self, session: Session, frame: bytes) -> None:
-        """A frame of an instance, or of whoever has the key of the cluster."""
+        """A frame arrived from an instance, or from another process with the key of the cluster."""
         now_us = self.host.world.now_us
         try:
             message = decode_from_instance(frame)
@@ -262,16 +262,16 @@ class RouterHost:
         self._carry_out(self.switch.lost(session, reason, self.host.world.now_us))
 
     def forged_by_member(self, door: RouterLine, frame: bytes) -> None:
-        """A frame of a member that no member says: it is hung up on, and may join again."""
+        """A member sends a forged frame: it must be disconnected, and may join again."""
         session = door.session
         if session is not None:
             self.heard(session, frame)
-            # Tokens of a request that the instance had before this session are not told from those of none.
+            # Tokens of an unknown request are accepted: the instance may have had it before this session.
             if session in self._by_session and b"step" not in frame:
                 raise LawBroken(STRANGERS, f"instance {door.number} said {frame[:60]!r}, and is still listened to")
 
     def strangers(self, frames: list[bytes]) -> None:
-        """Somebody connects, says this, and hangs up."""
+        """A process that is no member connects, sends these frames, and disconnects; the members must not change."""
         before = self._lives()
         session = self.switch.connected(self.host.world.now_us)
         for frame in frames:
@@ -294,13 +294,13 @@ class RouterHost:
         self.disturbed_us = self.host.world.now_us
         self.book.woke(self.host.world.now_us)
         self.host.resume()
-        self._tick()  # before anything that came meanwhile is read
+        self._tick()  # before messages that arrived during the pause are read
 
     def drain(self, name: str) -> None:
-        """As `baton drain` orders it."""
+        """Drain an instance, as `baton drain` does."""
         self._carry_out(self.switch.drain(name, self.host.world.now_us))
 
-    # ── what the router believes ─────────────────────────────────────────────────────────────────────────────────────────
+    # ── RouterView ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def open_at(self) -> dict[Session, int]:
         fleet = self.switch.router.fleet
@@ -309,7 +309,7 @@ class RouterHost:
     def holders(self, key: bytes) -> tuple[Session, ...]:
         return self.switch.router.holders(key)
 
-    # ── the switch ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── acts of RouterSessions ───────────────────────────────────────────────────────────────────────────────────────────
 
     def _tick(self) -> None:
         deadline = self.switch.next_deadline()
@@ -319,7 +319,7 @@ class RouterHost:
             self._alarm.set(deadline)
 
     def _carry_out(self, acts: Sequence[Act]) -> None:
-        """In order. What clients do about what they hear comes after everything that was to be done already."""
+        """Carry out in order. Acts caused by clients' reactions come after those already queued."""
         self._acts.extend(acts)
         self._drain()
 
@@ -338,7 +338,7 @@ class RouterHost:
     def _act(self, act: Act) -> None:
         self.book.acted(act, self.host.world.now_us)
         match act:
-            case DeliverTokens(body, choice, tokens, _, cached, outcome):  # by far the most
+            case DeliverTokens(body, choice, tokens, _, cached, outcome):  # by far the most frequent
                 self._deliver(body, choice, tokens, cached, outcome)
             case SayToInstance(session, message):
                 if session in self._by_session:
@@ -421,7 +421,7 @@ class RouterLine:
 
     def took(self, frames: list[bytes]) -> None:
         for frame in frames:
-            if self.session is not None:  # else it was closed because of a frame before
+            if self.session is not None:  # else an earlier frame closed it
                 self._gate.heard(self.session, frame)
         self._post()
 

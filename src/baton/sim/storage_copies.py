@@ -1,12 +1,12 @@
-"""KV outside the pools: the host memory of an instance, its copies, and its dealings with the store.
+"""KV outside the pool: the host memory of an instance, its copies, and its transfers with the store.
 
-Owns what a driver owns in service: the rows of host memory, as real bytes, and every haul that is under way. What drivers
-promise is kept here whatever happens: an order returns at once; what is exchanged with the store lies in private buffers,
-and is opened and verified before it reaches a row; a fence takes its time and is always answered; after any answer nothing
-of that haul is read or written. Before it, anything may be: a copy that fails or is fenced leaves nonsense behind.
+Owns what a driver owns in service: the rows of host memory, as real bytes, and every open transfer. The promises of a
+production driver hold under all faults: an order returns at once; data to and from the store is held in private buffers and
+verified before it is written to a row; a fence is always answered, after a while; after any answer, nothing of that transfer
+is read or written. A copy that fails or is fenced leaves garbage in its target.
 
-Laws are checked where the bytes are: while a haul is under way, nobody else writes what it reads or where it writes; and
-under one name the same bytes are found wherever they went.
+Two laws are checked here: while a transfer is open, nothing else writes to what it reads or writes; and one key always
+stands for the same bytes.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class CopyTimes:
     block_us: int
     jitter_us: int
     stage_us: int
-    """Within so long what is to be stored is in private buffers."""
+    """Longest time until data to be stored is in private buffers."""
     fence_us: int
 
 
 class StorageModel:
-    """What all porters of a world have in common."""
+    """Shared by all StorageCopies of a world: the store, times, fault rates, and the bytes of every key."""
 
     def __init__(
         self,
@@ -71,9 +71,9 @@ class StorageModel:
         store: SimulatedStore | None,
         names_of: NamesOf = lambda *_: (),
     ) -> None:
-        """`names_of`: what a copy moves, for the laws; the orders themselves do not say it."""
+        """`names_of`: the keys that a copy moves, which its order does not contain; for the laws."""
         self.when_hasty: Callable[[SimulatedInstance, TransferId, int], None] | None = None
-        """Called where whom a copy is for is to leave after so many microseconds."""
+        """Called when the client of a copy shall disconnect after a number of microseconds."""
         self.world = world
         self.names_of = names_of
         self.rates = rates
@@ -87,7 +87,7 @@ class StorageModel:
             self.store.heal()
 
     def is_true(self, key: Key, data: bytes, where: str) -> None:
-        """A name stands for the same KV everywhere, and always."""
+        """Check that a key stands for the same KV everywhere."""
         known = self._known.setdefault(key, data)
         if known != data:
             raise LawBroken(TRUE_NAME, f"{where} has other KV under {key.hex()} than there was before")
@@ -95,7 +95,7 @@ class StorageModel:
 
 @dataclass(slots=True, eq=False)
 class _Range:
-    """Some rows or blocks that a haul has to do with, and what must lie there as long as it has."""
+    """Rows or blocks that a transfer reads or writes, and the bytes that must be there while it is open."""
 
     memory: Bytes
     at: Int32s
@@ -115,7 +115,7 @@ class _Range:
 
 @dataclass(slots=True, eq=False)
 class _Task:
-    """A haul under way."""
+    """An open transfer."""
 
     haul: TransferId
     keys: tuple[Key, ...]
@@ -123,11 +123,11 @@ class _Task:
     writes: _Range | None = None
     fencing: bool = False
     over: bool = False
-    """Nothing of it is read or written any more."""
+    """Nothing of it may be read or written any more."""
 
 
 class StorageCopies:
-    """Of one life of an instance."""
+    """The host memory and open transfers of one life of an instance."""
 
     def __init__(self, depot: StorageModel, life: SimulatedInstance) -> None:
         config = life.spec.config
@@ -212,7 +212,7 @@ class StorageCopies:
         self._must_be_untouched(task)
         data = task.reads.memory[task.reads.at]
         task.writes.write(0, data)
-        for key, row in zip(task.keys, data, strict=False):  # without names where no worker has ordered it
+        for key, row in zip(task.keys, data, strict=False):  # without names if no worker has ordered it
             self._depot.is_true(key, row.tobytes(), self._host.name)
         self._end(task, TransferDone(task.haul, (True,) * len(data)))
 
@@ -236,7 +236,7 @@ class StorageCopies:
             self._store.get(self._names(task.keys), lambda objects: self._back(self._got, task, objects))
 
     def _got(self, task: _Task, objects: list[bytes | None] | None) -> None:
-        """Only now, and only if nobody has fenced it meanwhile, a row is touched."""
+        """Write to rows only now, and only if it was not fenced meanwhile."""
         if objects is None:
             self._end(task, _failed(task))
             return
@@ -263,7 +263,7 @@ class StorageCopies:
         self._host.after(int(self._stream.random() * self._depot.times.stage_us), self._stage, task)
 
     def _stage(self, task: _Task) -> None:
-        """Into private buffers; the rows are not looked at again."""
+        """Copy the rows into private buffers; they are not read again."""
         if task.over or task.reads is None or self._store is None:
             return
         self._must_be_untouched(task)
@@ -276,7 +276,7 @@ class StorageCopies:
         self._store.put(objects, lambda placed: self._back(self._looked, task, placed))
 
     def _back(self, act: Callable[..., None], task: _Task, answer: object) -> None:
-        """The store has answered: heard by the life that asked, if that still lasts, and not if it is fenced."""
+        """The store has answered: pass it on if the life that asked has not ended."""
         if self._life.life == self._host.lives:
             self._host.run(self._hear, act, task, answer)
 
@@ -311,7 +311,7 @@ class StorageCopies:
             self._end(task, TransferFenced(haul))
 
     def _spoil(self, task: _Task) -> None:
-        """It was in the middle of writing."""
+        """Leave garbage in half of the target, as an interrupted copy does."""
         self._must_be_untouched(task)
         if task.writes is not None:
             half = len(task.writes.at) // 2 + 1

@@ -1,13 +1,13 @@
-"""KV between instances where nothing goes wrong: no bytes, only how long they are on their way.
+"""KV transfers between instances of measured clusters: no bytes and no faults, only the time that they take.
 
-The other kind of data connections beside `transfer`, for runs that measure: it costs one event a layer, not one a piece.
+The counterpart of `faulty_transfers` for runs that measure: it costs one event per layer, not one per piece.
 
-    one lane out of and one into each instance, first come first served, `lane_bytes_per_s` each way
-    a step's KV leaves as the step computes it: layer l of L is ready when (l + 1) / L of the step's time is over
-    a piece takes the sender's lane, then the receiver's, then `delay_us`; blocks travel whole
-    opening a connection, checksums and fences take no time
+    one network card out of and one into each instance, first come first served, `card_bytes_per_s` each way
+    KV is sent while its step runs: layer l of L is ready when (l + 1) / L of the step's time is over
+    a piece occupies the sender's card, then the receiver's, then takes `delay_us`; blocks are sent whole
+    connecting, checksums and fences take no time
 
-So with lanes that are faster than KV is computed, about one layer of the last chunk is left when a prefill ends.
+With cards that are faster than KV is computed, about one layer of the last chunk is left to send when a prefill ends.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from baton.sim.faulty_transfers import Report
 from baton.sim.world import Host
 
 ARRIVING_EVERY_US = 200_000
-"""How often a receiver is told that bytes still come."""
+"""Least interval between two Arriving events of one hand-over."""
 NO_CHECKS = b""
-"""Nothing is flipped here, and nothing is compared."""
+"""Checksums are neither computed nor compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvLinkModel:
-    """What KV is like, and how it travels."""
+    """The size of KV, and the bandwidth and delay of its transfers."""
 
     layers: int
     block_bytes: int
-    """All layers."""
+    """Over all layers."""
     lane_bytes_per_s: float
     delay_us: int
 
@@ -49,7 +49,7 @@ class NetworkCard:
         self.busy_us = 0.0
 
     def carry(self, from_us: float, size: float) -> float:
-        """When a piece that is there at `from_us` has passed."""
+        """Send `size` bytes that are ready at `from_us`; returns when the last byte has passed."""
         took_us = size * self._us_a_byte
         self._free_us = max(from_us, self._free_us) + took_us
         self.bytes += size
@@ -58,7 +58,7 @@ class NetworkCard:
 
 
 class TimedTransfers:
-    """All lanes of a world: which instance has which."""
+    """All receivers and senders of a cluster, by instance name."""
 
     echo = 0.0
 
@@ -76,7 +76,7 @@ class TimedTransfers:
         del self._receivers[name], self._senders[name]
 
     def of(self, name: str) -> tuple[NetworkCard, NetworkCard]:
-        """Out of an instance, and into it."""
+        """The cards out of an instance and into it."""
         return self._senders[name].lane, self._receivers[name].lane
 
     def receiver(self, name: str) -> TimedReceiver:
@@ -85,10 +85,10 @@ class TimedTransfers:
 
 @dataclass(slots=True)
 class _Arrival:
-    """What one hand-over still lacks at the instance that decodes it."""
+    """The blocks of one hand-over that have not arrived yet."""
 
     missing: int
-    """Blocks."""
+    """Number of blocks."""
     asked: bool = False
     told_us: int = -ARRIVING_EVERY_US
 
@@ -136,7 +136,7 @@ class TimedReceiver:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Some blocks of one hand-over, as they were ordered."""
+    """One Ship order: some blocks of one hand-over."""
 
     handover: Handover
     blocks: int
@@ -153,7 +153,7 @@ class TimedSender:
         self._report = report
         self._open: set[Handover] = set()
         self._parts: dict[int, list[_Part]] = defaultdict(list)
-        """By the step that will compute them."""
+        """Orders by the step that computes their blocks."""
 
     @property
     def open(self) -> int:
@@ -190,7 +190,7 @@ class TimedSender:
         self._parts.pop(step, None)
 
     def _send(self, part: _Part, layers: int, *, begins: bool, ends: bool) -> None:
-        """So many layers of it, the first or last ones among them or not."""
+        """Send `layers` layers of it; `begins` and `ends` say whether the first and the last layer are among them."""
         handover, road = part.handover, self._road
         if handover not in self._open:
             return

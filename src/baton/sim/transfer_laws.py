@@ -1,7 +1,7 @@
-"""What was promised about KV outside the pool, checked on what one worker hears and orders.
+"""Checks of KV transfers outside the pool on the events and effects of one worker.
 
-Owns the book of one life: which copies and questions to the store are under way, what each reads and writes, how often the
-store has failed, and who waits to be told that it goes elsewhere. The bytes themselves are checked by `porters`.
+Owns the record of one life: open copies and store operations, what each reads and writes, failures of the store, and
+requests that wait to be rescheduled. The bytes themselves are checked in `storage_copies`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TransferClass(Enum):
 
 
 class TransferEnd(Enum):
-    """How a haul can end, as far as its driver is concerned."""
+    """The end of a transfer, as its driver reports it."""
 
     DONE = "all of it done"
     PARTLY = "some of it missing"
@@ -62,13 +62,13 @@ HAUL_ENDS = [
 
 
 class WorkerView(Protocol):
-    """What only the judge may know of a worker."""
+    """State of the worker that its events and effects do not show."""
 
     def knows(self, serial: Serial) -> bool:
         """Whether it has this request, waiting or in a slot."""
 
     def loads(self) -> list[tuple[TransferId, Serial]]:
-        """Copies to the device that are under way for clients' requests, and for which."""
+        """Open copies to the device for clients' requests, and the request of each."""
 
 
 @dataclass(slots=True)
@@ -85,13 +85,13 @@ class _Open:
 
 @dataclass(slots=True)
 class _Store:
-    """What one kind of question to the store has come to: it may answer some and hang in others."""
+    """Failures and back-off of one kind of store operation; each kind fails on its own."""
 
     failures: int = 0
-    """In a row."""
+    """Consecutive failures."""
     alone_until_us: int | None = None
     tries: bool = False
-    """It was asked again since."""
+    """Whether one operation was tried again since the back-off ended."""
 
 
 class TransferLaws:
@@ -103,13 +103,13 @@ class TransferLaws:
         self._last = -1
         self._stores = {kind: _Store() for kind in OF_STORE}
         self._departing: dict[int, int] = {}
-        """Requests that have no slot any more and have not ended, and since when."""
+        """When each request lost its slot that has not ended yet."""
         self._doomed: dict[TransferId, Serial] = {}
-        """Copies for requests that were told to end."""
+        """Copies for requests that were ordered to end."""
         self.looks = 0
-        """How often the store was asked what it has."""
+        """Number of Look orders."""
         self.left_alone = 0
-        """How often the store was given up for a while."""
+        """Number of times that back-off from the store began."""
         self.moves: Counter[tuple[TransferClass, TransferEnd]] = Counter()
 
     @property
@@ -118,7 +118,7 @@ class TransferLaws:
 
     @property
     def arriving_blocks(self) -> int:
-        """Blocks that copies write to."""
+        """Blocks that open copies write to."""
         return sum(len(haul.writes_blocks) for haul in self._open.values())
 
     def note(
@@ -130,7 +130,7 @@ class TransferLaws:
         deadline_us: int | None,
         now_us: int,
     ) -> None:
-        """After each event; `accepted`: what clients were promised and have not been told the end of."""
+        """Called after each event; `accepted`: serials of accepted requests whose end was not reported."""
         if isinstance(event, TransferDone | TransferFailed | TransferFenced):
             self._ended(behind, event, now_us)
         for effect in effects:
@@ -141,7 +141,7 @@ class TransferLaws:
         if self._open or self._departing:
             self._in_time(isinstance(event, Tick), deadline_us, now_us)
 
-    # ── what is open ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the record ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _ended(self, behind: WorkerView, event: StorageEvent, now_us: int) -> None:
         haul = self._open.pop(event.haul, None)
@@ -213,7 +213,7 @@ class TransferLaws:
         self.left_alone += opens
 
     def _may_ask(self, haul: TransferId, new: _Open) -> None:
-        """Once the time is over, one question shows whether it is there again."""
+        """After back-off, a single operation may be tried."""
         store = self._stores[new.kind]
         if store.alone_until_us is None:
             return
@@ -224,7 +224,7 @@ class TransferLaws:
     # ── laws ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _touches_nothing(self, plan: StepPlan) -> None:
-        """No step may write where a copy reads, or be told of a block before its KV is there."""
+        """Check that no step writes to blocks that a copy reads, or uses blocks whose KV has not arrived."""
         fresh = {*plan.grow_blocks.tolist(), *(copy.target for copy in plan.copies)}
         used = fresh.union(block for start in plan.starts for block in start.blocks.tolist())
         for number, haul in self._open.items():
@@ -232,7 +232,7 @@ class TransferLaws:
                 raise LawBroken(UNTOUCHED, f"{self._where} plans with blocks of haul {number}: {haul}")
 
     def _lets_go(self, behind: WorkerView, event: Event) -> None:
-        """A copy for a request that is told to end is fenced at once, and the request ends with it."""
+        """Check that a copy for a request that is ordered to end is fenced at once; the request ends with it."""
         if not isinstance(event, Cancel | StopAt | FrontEndLost):
             return
         for haul, serial in behind.loads():
