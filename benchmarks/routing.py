@@ -124,10 +124,10 @@ def modelled(policies: Sequence[str], instances: int, talks: Talks, said: Sequen
 
 
 def _modelled_run(policy: str, record: RunRecord) -> PolicyRun:
-    journeys = [journey for journey in record.journeys if journey.outcome in FINISHED]
+    journeys = [journey for journey in record.requests if journey.outcome in FINISHED]
     times = describe([journey.ttft_us / 1e6 for journey in journeys if journey.ttft_us is not None])
-    if len(journeys) < len(record.journeys) or times is None:
-        raise MeasurementFailed(f"{policy}, modelled: {len(record.journeys) - len(journeys)} requests were not answered")
+    if len(journeys) < len(record.requests) or times is None:
+        raise MeasurementFailed(f"{policy}, modelled: {len(record.requests) - len(journeys)} requests were not answered")
     return PolicyRun(
         policy=policy,
         requests=len(journeys),

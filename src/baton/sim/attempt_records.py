@@ -15,10 +15,10 @@ from baton.core.routing.identity import RequestNumber
 class ChoiceAtInstance:
     """One choice placed at one instance."""
 
-    body: RequestSeen
+    request: RequestSeen
     choice: ChoiceSeen
     session: SessionSeen
-    leg: AttemptSeen
+    attempt: AttemptSeen
     serial: int | None = None
     ended: EndedRequest | None = None
     opened_us: int = 0
@@ -30,14 +30,14 @@ class ChoiceAtInstance:
 
     @property
     def is_open(self) -> bool:
-        if self.called_back or self.ended is not None or self.body.over:
+        if self.called_back or self.ended is not None or self.request.over:
             return False
-        return self.choice.hop is self and self.choice.outcome is None
+        return self.choice.placement is self and self.choice.outcome is None
 
 
 @dataclass(slots=True, eq=False)
 class AttemptSeen:
-    hops: list[ChoiceAtInstance] = field(default_factory=list)
+    placements: list[ChoiceAtInstance] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -59,16 +59,19 @@ class SessionSeen:
     """It reported that its engine is silent."""
     said: set[bytes] = field(default_factory=set)
     """Keys of prefixes that it has reported as cached."""
-    legs: int = 0
+    attempts: int = 0
 
     def drain(self, now_us: int) -> None:
         if not self.drains:
             self.drains, self.drains_us = True, now_us
 
-    def open_hops(self) -> list[ChoiceAtInstance]:
+    def open_placements(self) -> list[ChoiceAtInstance]:
         """Placements whose choice is computed here and has not ended."""
-        hops = [*self.serials.values(), *(hop for leg in self.tickets.values() for hop in leg.hops)]
-        return [hop for hop in hops if hop.is_open]
+        placements = [
+            *self.serials.values(),
+            *(placement for attempt in self.tickets.values() for placement in attempt.placements),
+        ]
+        return [placement for placement in placements if placement.is_open]
 
     @property
     def name(self) -> str:
@@ -88,9 +91,9 @@ class ChoiceSeen:
     """The client's submission; None when it was made to an earlier router."""
     prompt: bytes = b""
     delivered: list[int] = field(default_factory=list)
-    hop: ChoiceAtInstance | None = None
+    placement: ChoiceAtInstance | None = None
     """Its present placement."""
-    legs: int = 0
+    attempts: int = 0
     losses: int = 0
     yields: int = 0
     yielded_at: list[str] = field(default_factory=list)
@@ -106,11 +109,11 @@ class ChoiceSeen:
 
 @dataclass(slots=True, eq=False)
 class RequestSeen:
-    body: RequestNumber | None
+    number: RequestNumber | None
     origin: bytes
     arrived_us: int
     choices: list[ChoiceSeen]
-    hops: list[ChoiceAtInstance] = field(default_factory=list)
+    placements: list[ChoiceAtInstance] = field(default_factory=list)
     over: bool = False
     left: bool = False
     """Its client disconnected, or did not come back to resume it."""
@@ -129,7 +132,7 @@ class RouterLifeSeen:
     served_us_before: int
     """The last time at which no instance served."""
     sessions: dict[Session, SessionSeen] = field(default_factory=dict)
-    bodies: dict[RequestNumber, RequestSeen] = field(default_factory=dict)
+    requests: dict[RequestNumber, RequestSeen] = field(default_factory=dict)
     origins: dict[bytes, RequestSeen] = field(default_factory=dict)
     touched: dict[bytes, RequestSeen] = field(default_factory=dict)
     dead: list[SessionSeen] = field(default_factory=list)

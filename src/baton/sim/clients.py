@@ -71,7 +71,7 @@ class SimulatedClient:
 
     def __init__(self, user: SimulatedUser, ask: ClientRequest, before: tuple[int, ...]) -> None:
         self.ask = ask
-        self.judge = user.judge
+        self.checker = user.checker
         self.host = user.host
         self._user = user
         self._group = ask.group(before)
@@ -100,14 +100,14 @@ class SimulatedClient:
 
     def submit(self, front: Entrance) -> None:
         for submission in self._group:
-            expected = [] if self.ask.impossible else self.judge.expected(submission, self._tokens_at_most)
+            expected = [] if self.ask.impossible else self.checker.expected(submission, self._tokens_at_most)
             self._answers.append(_Answer(submission.request_id, submission, expected))
         self._entrance = front
         self._note(f"asks: {len(self._group[0].prompt)} tokens, {len(self._group)} choices")
         self._booking = front.submit(self._group, self)
         if self._booking is None:
             self._note("finds nobody to serve it")
-            self.judge.found_nobody(self.name, len(self._answers), front.serving())
+            self.checker.found_nobody(self.name, len(self._answers), front.serving())
             self._end_all()
             return
         if self.ask.patience_us is not None:
@@ -123,7 +123,7 @@ class SimulatedClient:
         if self.ask.impossible:
             self.host.world.fire(Fault.NONSENSE, self.name)
         self._note(f"is refused: {refusal.code}")
-        self.judge.refused(self.name, refusal, self.ask.impossible)
+        self.checker.refused(self.name, refusal, self.ask.impossible)
         self._end_all()
 
     def progress(self, place: int, tokens: list[int], begin: int, end: int, cached: int | None, ended: Ended | None) -> None:
@@ -154,7 +154,7 @@ class SimulatedClient:
             self._read(*self._unread.popleft())
         self._note(f"loses its instance: {end.reason}")
         instance = self._booking.instance if isinstance(self._booking, SubmittedGroup) else 0
-        self.judge.lost(self.name, instance, end)
+        self.checker.lost(self.name, instance, end)
         for answer in self._answers if place is None else [self._answers[place]]:
             self._end(answer)
 
@@ -180,21 +180,21 @@ class SimulatedClient:
         self.host.after(stream.randrange(1, NOTICED_US), self._resume, self.host.world.now_us)
 
     def _resume(self, lost_us: int) -> None:
-        gate = self._entrance
-        if not isinstance(gate, RouterHost) or not self.open:
+        router_host = self._entrance
+        if not isinstance(router_host, RouterHost) or not self.open:
             return
-        claimed = gate.claim(self._group, self)
+        claimed = router_host.claim(self._group, self)
         if claimed is not None:
             self._go_on(*claimed)
         elif self.host.world.now_us - lost_us > RESUME_PATIENCE_US:
-            self.judge.not_resumed(self.name, self._group[0].request_id.encode(), lost_us)
+            self.checker.not_resumed(self.name, self._group[0].request_id.encode(), lost_us)
             self._give_up("finds nothing of its answer", "not resumed")
         else:
             self.host.after(RESUME_EVERY_US, self._resume, lost_us)
 
-    def _go_on(self, passage: RouterRequest, found: UnclaimedAnswer) -> None:
+    def _go_on(self, request: RouterRequest, found: UnclaimedAnswer) -> None:
         """Continue with the tokens an instance has kept, after those already received."""
-        self._booking = passage
+        self._booking = request
         self.host.world.fire(Fault.RESUMED, self.name)
         for place, answer in enumerate(self._answers):
             answer.position = 0
@@ -208,7 +208,7 @@ class SimulatedClient:
         self._unread.clear()
         for answer in self._answers:
             if not answer.over:
-                self.judge.ends[end] += 1
+                self.checker.ends[end] += 1
                 self._end(answer)
 
     # ── the client ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -227,14 +227,14 @@ class SimulatedClient:
         if answer.over:
             raise LawBroken(ENDS_ONCE, f"{answer.name} heard {tokens} {ended} after its end")
         if answer.keep is None:
-            self.judge.tokens(answer.name, len(answer.got), tokens, answer.expected)
+            self.checker.tokens(answer.name, len(answer.got), tokens, answer.expected)
             answer.got.extend(tokens)
             if len(answer.got) > len(answer.expected):
                 raise LawBroken(SAME_TOKENS, f"{answer.name} got {len(answer.got)} of {len(answer.expected)} tokens")
             self._look_for_stop(place, answer)
         if ended is not None:
             self._note(f"{place} ends: {ended.reason} after {ended.generated_tokens}")
-            self.judge.ended(
+            self.checker.ended(
                 answer.name,
                 ended,
                 answer.submission,
@@ -244,7 +244,7 @@ class SimulatedClient:
                 self._left,
                 self._resumed,
             )
-            self.judge.bill(
+            self.checker.bill(
                 answer.name, answer.submission, ended, answer.cached_tokens, self._user.preemptions_max, self._resumed
             )
             self._end(answer)
@@ -292,7 +292,7 @@ class SimulatedUser:
         self,
         host: Host,
         front: Entrance,
-        judge: LawChecker,
+        checker: LawChecker,
         asks: Sequence[ClientRequest],
         *,
         converses: bool,
@@ -300,7 +300,7 @@ class SimulatedUser:
         preemptions_max: int,
     ) -> None:
         self.host = host
-        self.judge = judge
+        self.checker = checker
         self.preemptions_max = preemptions_max
         self.client: SimulatedClient | None = None
         """The open one."""

@@ -27,7 +27,7 @@ from baton.sim.device import StepTimeModel
 from baton.sim.faults import DiskRates
 from baton.sim.front_end import FrontEnd, InstanceTable
 from baton.sim.instance import InstanceSpec, SimulatedInstance
-from baton.sim.instance_host import FRONT, InstanceHost, seat_name
+from baton.sim.instance_host import FRONT, InstanceHost, instance_name
 from baton.sim.lines import Pipes
 from baton.sim.router_host import RouterHost
 from baton.sim.run_records import (
@@ -89,7 +89,7 @@ class PrefillDecodeSplit:
     """Configuration of the instances that prefill; their role is set by the run."""
     times: StepTimeModel
     """Step times of the instances that prefill."""
-    road: KvLinkModel
+    kv_link: KvLinkModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,18 +147,18 @@ class _Cluster:
         """When the front end will have processed all requests that arrived."""
         self._spans: deque[StepSpan] = deque(maxlen=spec.spans_max)
         self._lines = Pipes(spec.network_us)
-        self._lanes = None if spec.split is None else TimedTransfers(spec.split.road)
-        self._peers_lines = None if spec.split is None else Pipes(spec.split.road.delay_us)
-        self._gate = None if spec.route is None else self._make_gate(spec.route)
-        self._seats = [self._start(number) for number in range(spec.instances)]
-        self.numbers = {seat.name: seat.number for seat in self._seats}
+        self._transfers = None if spec.split is None else TimedTransfers(spec.split.kv_link)
+        self._peers_lines = None if spec.split is None else Pipes(spec.split.kv_link.delay_us)
+        self._router_host = None if spec.route is None else self._make_router(spec.route)
+        self._nodes = [self._start(number) for number in range(spec.instances)]
+        self.numbers = {node.name: node.number for node in self._nodes}
         """Instance numbers by name."""
         self._chains = _chains(spec.calls)
 
     def run(self) -> RunRecord:
         began_s = time.perf_counter()
         self._begin_load()
-        self.world.after(self.spec.look_every_us, self._look)
+        self.world.after(self.spec.look_every_us, self._sample)
         world, calls = self.world, len(self.spec.calls)
         while self.ended < calls:
             if world.next_us is None:
@@ -170,7 +170,7 @@ class _Cluster:
 
     # ── instances ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _make_gate(self, policy: RoutingPolicy) -> RouterHost:
+    def _make_router(self, policy: RoutingPolicy) -> RouterHost:
         # Requests may wait without limit: a run measures placement, not when requests are given up.
         config = RouterConfig(policy=policy, deadline_us=FOR_EVER_US, absent_us=FOR_EVER_US, waiting_max=FOR_EVER_US)
         return RouterHost(self.world, self._lines, config, self.spec.instances, SECRET, seed=self.spec.seed)
@@ -179,26 +179,26 @@ class _Cluster:
         meter = PassMeter() if self.spec.metered else None
         if meter is not None:
             self.record.meters.append(meter)
-        counter = self.front.counters[number] if self._gate is None else None
-        seat = InstanceHost(
+        instance_table = self.front.instance_tables[number] if self._router_host is None else None
+        node = InstanceHost(
             self.world,
             self._lines,
             self._instance_spec(number, meter),
-            counter,
+            instance_table,
             DiskRates(),
-            fabric=self._lanes,
+            transfers=self._transfers,
             peers=self._peers_of(number),
             peers_lines=self._peers_lines,
         )
-        self.record.roles.append(seat.role.name)
-        if counter is not None and seat.role.serves:
-            theirs, ours = seat.ends
-            counter.line = line = self._lines.initiator(self.host, ours, theirs, counter)
+        self.record.roles.append(node.role.name)
+        if instance_table is not None and node.role.serves:
+            theirs, ours = node.ends
+            instance_table.line = line = self._lines.initiator(self.host, ours, theirs, instance_table)
             line.open()
-        seat.boot()
-        if self.spec.spans_max and seat.instance is not None:
-            seat.instance.device.spans = self._spans
-        return seat
+        node.boot()
+        if self.spec.spans_max and node.instance is not None:
+            node.instance.device.spans = self._spans
+        return node
 
     def _instance_spec(self, number: int, meter: PassMeter | None) -> InstanceSpec:
         spec, split = self.spec, self.spec.split
@@ -216,7 +216,7 @@ class _Cluster:
         if self.spec.split is None:
             return []
         takers, all_of_them = range(self.spec.takers), range(self.spec.instances)
-        return [seat_name(other) for other in all_of_them if (other in takers) != (number in takers)]
+        return [instance_name(other) for other in all_of_them if (other in takers) != (number in takers)]
 
     def _executor(self, shape: ExecutorShape) -> CountingExecutor:
         executor = CountingExecutor(shape, lambda seed: self.spec.calls[seed].output_tokens)
@@ -258,13 +258,13 @@ class _Cluster:
         return np.concatenate((shared, own), dtype=np.int32)
 
     def submit(self, submission: Submission, client: _Client) -> None:
-        if self._gate is not None:
-            self._gate.submit((submission,), client)
+        if self._router_host is not None:
+            self._router_host.submit((submission,), client)
             return
         if self.spec.chosen is None:
             booking = self.front.submit((submission,), client)
         else:
-            booking = self.front.counters[self.spec.chosen(self.queued_tokens)].submit((submission,), client)
+            booking = self.front.instance_tables[self.spec.chosen(self.queued_tokens)].submit((submission,), client)
         if booking is None:
             raise RunFailed("no instance serves")
         self.queued_tokens[booking.instance] += len(submission.prompt)
@@ -278,13 +278,13 @@ class _Cluster:
 
     @property
     def _instances(self) -> list[SimulatedInstance]:
-        return [seat.instance for seat in self._seats if seat.instance is not None]
+        return [node.instance for node in self._nodes if node.instance is not None]
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         for instance in self._instances:
             gauges = instance.require_worker().gauges()
             blocks = gauges.blocks
-            self.record.looks.append(
+            self.record.samples.append(
                 InstanceSample(
                     self.world.now_us - _SETTLED_US,
                     instance.spec.number,
@@ -298,7 +298,7 @@ class _Cluster:
                     blocks.leased + blocks.receiving,
                 )
             )
-        self.world.after(self.spec.look_every_us, self._look)
+        self.world.after(self.spec.look_every_us, self._sample)
 
     def _conclude(self) -> None:
         record = self.record
@@ -310,26 +310,26 @@ class _Cluster:
             span._replace(begin_us=span.begin_us - _SETTLED_US, end_us=span.end_us - _SETTLED_US) for span in self._spans
         ]
         record.spans_left_out = record.steps - len(record.spans)
-        if self._lanes is None:
+        if self._transfers is None:
             record.roles.clear()
         else:
             record.pools = [instance.spec.config.blocks for instance in self._instances]
-            record.handed = [_handed(instance, self._lanes) for instance in self._instances]
-            record.took_us = [us for seat in self._seats if seat.neighbours is not None for us in seat.neighbours.took_us]
-        for journey in record.journeys:
-            wanted = self.spec.calls[journey.index].output_tokens
-            if journey.outcome in (RequestOutcome.STOP, RequestOutcome.LENGTH) and journey.output_tokens != wanted:
-                raise RunFailed(f"request {journey.index} got {journey.output_tokens} tokens, not {wanted}")
+            record.handed = [_handed(instance, self._transfers) for instance in self._instances]
+            record.took_us = [us for node in self._nodes if node.neighbours is not None for us in node.neighbours.took_us]
+        for request in record.requests:
+            wanted = self.spec.calls[request.index].output_tokens
+            if request.outcome in (RequestOutcome.STOP, RequestOutcome.LENGTH) and request.output_tokens != wanted:
+                raise RunFailed(f"request {request.index} got {request.output_tokens} tokens, not {wanted}")
 
 
-def _handed(instance: SimulatedInstance, lanes: TimedTransfers) -> HandoverTotals:
-    gauges, both = instance.require_worker().gauges().handovers, lanes.of(instance.host.name)
+def _handed(instance: SimulatedInstance, transfers: TimedTransfers) -> HandoverTotals:
+    gauges, both = instance.require_worker().gauges().handovers, transfers.of(instance.host.name)
     return HandoverTotals(
         made=gauges.made,
         refused=gauges.refused,
         failed=gauges.not_delivered + gauges.preempted + gauges.timed_out,
-        bytes=round(sum(lane.bytes for lane in both)),
-        busy_us=round(sum(lane.busy_us for lane in both)),
+        bytes=round(sum(card.bytes for card in both)),
+        busy_us=round(sum(card.busy_us for card in both)),
     )
 
 
@@ -363,7 +363,7 @@ class _Client:
         self._chains = chains
         self._chain: deque[tuple[int, PlannedRequest]] = deque()
         self._history = np.empty(0, dtype=np.int32)
-        self._journey: RequestRecord
+        self._request: RequestRecord
         self._prompt = NO_TOKENS
 
     def go_on(self) -> None:
@@ -381,8 +381,8 @@ class _Client:
         cluster = self._cluster
         self._prompt = np.concatenate((self._history, cluster.prompt(index, call)), dtype=np.int32)
         self._prompt.setflags(write=False)
-        self._journey = RequestRecord(index, cluster.world.now_us - _SETTLED_US, len(self._prompt))
-        cluster.record.journeys.append(self._journey)
+        self._request = RequestRecord(index, cluster.world.now_us - _SETTLED_US, len(self._prompt))
+        cluster.record.requests.append(self._request)
         cluster.host.after(cluster.spend_host(), self._submit, index, call)
 
     def _submit(self, index: int, call: PlannedRequest) -> None:
@@ -396,7 +396,7 @@ class _Client:
         self.served_by(self._cluster.numbers[where])
 
     def served_by(self, instance: int) -> None:
-        self._journey.instance = instance
+        self._request.instance = instance
 
     def opened(self) -> None:
         """Tokens follow."""
@@ -413,18 +413,18 @@ class _Client:
         cached: int | None,
         ended: EndedRequest | routing.ChoiceOutcome | None,
     ) -> None:
-        journey = self._journey
-        if journey.first_us is None and end > begin:
-            journey.first_us = self._cluster.world.now_us - _SETTLED_US
-            self._cluster.queued_tokens[journey.instance or 0] -= journey.input_tokens
-            journey.cached_tokens = cached or 0
-        journey.output_tokens += end - begin
+        request = self._request
+        if request.first_us is None and end > begin:
+            request.first_us = self._cluster.world.now_us - _SETTLED_US
+            self._cluster.queued_tokens[request.instance or 0] -= request.input_tokens
+            request.cached_tokens = cached or 0
+        request.output_tokens += end - begin
         if ended is not None:
             bill = ended.bill
-            journey.recomputed_tokens, journey.preemptions = bill.recomputed_tokens, bill.preemptions
-            journey.queue_us, journey.prefill_us, journey.decode_us = bill.queue_us, bill.prefill_us, bill.decode_us
-            journey.transfer_us = bill.transfer_us
-            journey.attempts = bill.attempts if isinstance(ended, EndedRequest) else bill.attempts - 1
+            request.recomputed_tokens, request.preemptions = bill.recomputed_tokens, bill.preemptions
+            request.queue_us, request.prefill_us, request.decode_us = bill.queue_us, bill.prefill_us, bill.decode_us
+            request.transfer_us = bill.transfer_us
+            request.attempts = bill.attempts if isinstance(ended, EndedRequest) else bill.attempts - 1
             self._end(RequestOutcome(ended.reason))
 
     def lost(self, _place: int | None, end: LostEntry) -> None:
@@ -434,10 +434,10 @@ class _Client:
         raise RunFailed("the router was lost where it cannot be")
 
     def _end(self, outcome: RequestOutcome) -> None:
-        journey = self._journey
-        journey.ended_us = self._cluster.world.now_us - _SETTLED_US
-        journey.outcome = outcome
-        answer = np.full(journey.output_tokens, FILLER_TOKEN, dtype=np.int32)
+        request = self._request
+        request.ended_us = self._cluster.world.now_us - _SETTLED_US
+        request.outcome = outcome
+        answer = np.full(request.output_tokens, FILLER_TOKEN, dtype=np.int32)
         self._history = np.concatenate((self._prompt, answer)) if self._chain else self._history
         self._prompt = NO_TOKENS  # a router keeps a reference to this client
         self._cluster.finished()

@@ -49,7 +49,7 @@ class BlowKind(StrEnum):
 class InjectedBlow:
     event: int
     """The number of the event right after which it happens."""
-    seat: int
+    target: int
     """The number of the instance; one more than the last instance is the router."""
     blow: BlowKind
     then_router: bool = False
@@ -154,9 +154,9 @@ def events_of(scenario: Scenario) -> int:
 def strikes(scenario: Scenario, every: int = 1) -> Iterator[InjectedBlow]:
     """Every `every`-th combination of event, target and kind."""
     everything = (
-        InjectedBlow(event, seat, blow)
+        InjectedBlow(event, target, blow)
         for event in range(1, events_of(scenario) + 1)
-        for seat in range(scenario.instances + (scenario.router is not None))
+        for target in range(scenario.instances + (scenario.router is not None))
         for blow in BlowKind
     )
     return (strike for number, strike in enumerate(everything) if number % every == 0)
@@ -164,36 +164,36 @@ def strikes(scenario: Scenario, every: int = 1) -> Iterator[InjectedBlow]:
 
 def struck(scenario: Scenario, strike: InjectedBlow, *, tell_story: bool = False) -> WorldVerdict:
     run = FuzzedRun(scenario, tell_story=tell_story)
-    hit = _hit_gate if strike.seat == scenario.instances else _hit_instance
+    hit = _hit_router if strike.target == scenario.instances else _hit_instance
     run.site.world.ambush(strike.event, lambda: hit(run, strike))
     return run.verdict()
 
 
 def _hit_instance(run: FuzzedRun, strike: InjectedBlow) -> None:
-    seat, world = run.site.seats[strike.seat], run.site.world
+    node, world = run.site.nodes[strike.target], run.site.world
     if strike.blow is BlowKind.CRASH:
-        world.fire(Fault.CRASH, seat.name)
-        seat.crash()
-        world.after(DOWN_US, seat.boot_if_down)
-    elif not seat.host.paused:
-        world.fire(Fault.PAUSE, seat.name)
-        seat.pause()
-        world.after(ASLEEP_US, seat.resume)
+        world.fire(Fault.CRASH, node.name)
+        node.crash()
+        world.after(DOWN_US, node.boot_if_down)
+    elif not node.host.paused:
+        world.fire(Fault.PAUSE, node.name)
+        node.pause()
+        world.after(ASLEEP_US, node.resume)
     if strike.then_router:
-        world.after(SHORTLY_US, _hit_gate, run, replace(strike, blow=BlowKind.CRASH, then_router=False))
+        world.after(SHORTLY_US, _hit_router, run, replace(strike, blow=BlowKind.CRASH, then_router=False))
 
 
-def _hit_gate(run: FuzzedRun, strike: InjectedBlow) -> None:
+def _hit_router(run: FuzzedRun, strike: InjectedBlow) -> None:
     if run.site.fleet is None:
         raise RuntimeError("there is no router in this world")
-    world, gate = run.site.world, run.site.fleet.gate
-    for seat in run.site.seats:
-        seat.trouble(ASLEEP_US, of_router=True)
+    world, router_host = run.site.world, run.site.fleet.router_host
+    for node in run.site.nodes:
+        node.trouble(ASLEEP_US, of_router=True)
     if strike.blow is BlowKind.CRASH:
-        world.fire(Fault.ROUTER_CRASH, gate.host.name)
-        gate.crash()
-        world.after(DOWN_US, gate.boot_if_down)
+        world.fire(Fault.ROUTER_CRASH, router_host.host.name)
+        router_host.crash()
+        world.after(DOWN_US, router_host.boot_if_down)
     else:
-        world.fire(Fault.ROUTER_PAUSE, gate.host.name)
-        gate.host.pause()
-        world.after(ASLEEP_US, gate.wake)
+        world.fire(Fault.ROUTER_PAUSE, router_host.host.name)
+        router_host.host.pause()
+        world.after(ASLEEP_US, router_host.wake)

@@ -158,10 +158,10 @@ class _Inflow:
 class FaultyReceiver:
     """The receiving end in one life of an instance."""
 
-    def __init__(self, fabric: FaultyTransfers, name: str, host: Host, kv: KvView, report: Report) -> None:
+    def __init__(self, transfers: FaultyTransfers, name: str, host: Host, kv: KvView, report: Report) -> None:
         self.host = host
         self.life = host.lives
-        self._fabric = fabric
+        self._transfers = transfers
         self._name = name
         self._kv = kv
         self._report = report
@@ -194,10 +194,10 @@ class FaultyReceiver:
     def fence(self, handover: Handover) -> None:
         inflow = self._inflows.get(handover)
         if inflow is None:
-            self._later(self._fabric.times.fence_us // 4, self._report, Fenced(handover))
+            self._later(self._transfers.times.fence_us // 4, self._report, Fenced(handover))
         elif not inflow.fencing:
             inflow.fencing = True
-            self._later(self._fabric.fence_us(self._stream, self._name), self._fenced, inflow)
+            self._later(self._transfers.fence_us(self._stream, self._name), self._fenced, inflow)
 
     def connect(self, outflow: _Outflow) -> bool:
         """A giver presents a token; it opens one connection, once."""
@@ -249,7 +249,7 @@ class FaultyReceiver:
 
     def _verify_if_whole(self, inflow: _Inflow) -> None:
         if inflow.checks is not None and len(inflow.arrived) == len(inflow.blocks) * len(self._kv.layers):
-            self._later(int(self._stream.random() * self._fabric.times.verify_us), self._verify, inflow)
+            self._later(int(self._stream.random() * self._transfers.times.verify_us), self._verify, inflow)
 
     def _verify(self, inflow: _Inflow) -> None:
         if inflow.over or inflow.checks is None:
@@ -343,10 +343,10 @@ class _Outflow:
 class FaultySender:
     """The sending end in one life of an instance."""
 
-    def __init__(self, fabric: FaultyTransfers, name: str, host: Host, kv: KvView, report: Report) -> None:
+    def __init__(self, transfers: FaultyTransfers, name: str, host: Host, kv: KvView, report: Report) -> None:
         self.host = host
         self.life = host.lives
-        self._fabric = fabric
+        self._transfers = transfers
         self._name = name
         self._kv = kv
         self._report = report
@@ -371,11 +371,11 @@ class FaultySender:
     def open_ship(self, handover: Handover, token: bytes, first: int, blocks: Int32s) -> None:
         if handover in self._outflows:
             raise LawBroken(ALIEN_BYTES, f"{handover} is opened twice at {self._name}")
-        fate = self._fabric.fate(self._stream, len(blocks) * len(self._kv.layers))
+        fate = self._transfers.fate(self._stream, len(blocks) * len(self._kv.layers))
         outflow = _Outflow(self, handover, token, first, blocks.tolist(), fate)
         self._outflows[handover] = outflow
-        delay_us = self._fabric.times.delay_us + int(self._stream.random() * self._fabric.times.jitter_us)
-        receiver = self._fabric.receiver(handover.peer)
+        delay_us = self._transfers.times.delay_us + int(self._stream.random() * self._transfers.times.jitter_us)
+        receiver = self._transfers.receiver(handover.peer)
         if receiver is None or fate.refused:
             if fate.refused:
                 self.host.world.fire(Fault.KV_REFUSED, self._name)
@@ -401,7 +401,7 @@ class FaultySender:
             self._pump(outflow)
 
     def fence(self, handover: Handover) -> None:
-        delay_us = self._fabric.fence_us(self._stream, self._name)
+        delay_us = self._transfers.fence_us(self._stream, self._name)
         self.host.after(delay_us, self._fenced, self._outflows.get(handover), handover)
 
     # ── layers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -436,7 +436,7 @@ class FaultySender:
         self._dead = True
         for outflow in self._outflows.values():
             if outflow.inflow is not None and outflow.receiver is not None and not outflow.inflow.over:
-                outflow.over = outflow.over or not self._fabric.times.pulls  # mapped memory outlives its process
+                outflow.over = outflow.over or not self._transfers.times.pulls  # mapped memory outlives its process
                 if self._stream.random() < 0.5:
                     outflow.receiver.spoil(outflow.inflow, "the giver is gone")
         self._outflows.clear()
@@ -444,7 +444,7 @@ class FaultySender:
     def _knock(self, outflow: _Outflow, receiver: FaultyReceiver) -> None:
         """Present the token at the taker."""
         answered = receiver.connect(outflow)
-        self.host.world.after(self._fabric.times.delay_us, _on, self, self._answered, outflow, answered)
+        self.host.world.after(self._transfers.times.delay_us, _on, self, self._answered, outflow, answered)
 
     def _answered(self, outflow: _Outflow, connected: bool) -> None:
         outflow.connected = connected
@@ -485,7 +485,7 @@ class FaultySender:
         """Report a closed connection to the taker."""
         if outflow.receiver is not None:
             end = outflow.receiver
-            self.host.world.after(self._fabric.times.delay_us, _on, end, end.spoil, inflow, reason)
+            self.host.world.after(self._transfers.times.delay_us, _on, end, end.spoil, inflow, reason)
 
     def _pump(self, outflow: _Outflow) -> None:
         if outflow.over or outflow.busy or not outflow.connected:
@@ -499,11 +499,11 @@ class FaultySender:
                 )
             outflow.shipped = True
             self._report(Shipped(outflow.handover, b"".join(_CHECK.pack(check) for check in outflow.checks)))
-            if not self._fabric.times.pulls or outflow.inflow is None or outflow.inflow.over:
+            if not self._transfers.times.pulls or outflow.inflow is None or outflow.inflow.over:
                 self.forget(outflow)
 
     def _send_some(self, outflow: _Outflow) -> None:
-        times, fate, pieces = self._fabric.times, outflow.fate, list[Piece]()
+        times, fate, pieces = self._transfers.times, outflow.fate, list[Piece]()
         for _ in range(min(len(outflow.ready), times.burst)):
             layer, index = outflow.ready.popleft()
             data = self.read(outflow.blocks[index - outflow.first], layer)

@@ -47,10 +47,10 @@ class Submitter(Protocol):
 class SubmittedGroup:
     """A submitted group, for its submitter. It belongs to one session and has no effect after that."""
 
-    def __init__(self, counter: InstanceTable, ticket: int) -> None:
-        self.instance = counter.number
-        self._counter = counter
-        self._desk = counter.desk
+    def __init__(self, instance_table: InstanceTable, ticket: int) -> None:
+        self.instance = instance_table.number
+        self._instance_table = instance_table
+        self._request_table = instance_table.request_table
         self._ticket = ticket
         self.serials: tuple[int, ...] | None = None
         """None until the instance has accepted the group."""
@@ -67,15 +67,15 @@ class SubmittedGroup:
     def leave(self) -> bool:
         """Cancel: the submitter is gone. Returns whether it gets no further events."""
         if self.serials is None:
-            self._counter.forget(self._ticket, self._desk)
+            self._instance_table.forget(self._ticket, self._request_table)
             return True
         for serial in self.serials:
-            self._counter.order(self._desk.cancel(serial))
+            self._instance_table.order(self._request_table.cancel(serial))
         return False
 
     def stop(self, place: int, keep: int) -> None:
         if self.serials is not None:
-            self._counter.order(self._desk.stop(self.serials[place], keep))
+            self._instance_table.order(self._request_table.stop(self.serials[place], keep))
 
 
 class InstanceTable:
@@ -83,11 +83,11 @@ class InstanceTable:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.desk = RequestTable()
+        self.request_table = RequestTable()
         self.serves = False
         """Whether the instance has reported ready in a session that is not lost."""
         self.line: LineEndpoint | None = None
-        self.former_desks: list[RequestTable] = []
+        self.former_tables: list[RequestTable] = []
         """Tables of lost sessions."""
         self._pending: dict[int, tuple[Submitter, SubmittedGroup]] = {}
         self._callers: dict[int, tuple[Submitter, int]] = {}
@@ -96,16 +96,16 @@ class InstanceTable:
         """Tickets whose submitters left before the answer."""
 
     def submit(self, group: Sequence[Submission], caller: Submitter) -> SubmittedGroup:
-        message = self.desk.submit(group)
+        message = self.request_table.submit(group)
         booking = SubmittedGroup(self, message.ticket)
         self._pending[message.ticket] = (caller, booking)
         self.order(message)
         return booking
 
-    def forget(self, ticket: int, desk: RequestTable) -> None:
+    def forget(self, ticket: int, request_table: RequestTable) -> None:
         """The submitter left before the answer."""
-        desk.abandon(ticket)
-        if desk is self.desk:
+        request_table.abandon(ticket)
+        if request_table is self.request_table:
             self._abandoned.append(ticket)
             self._pending.pop(ticket, None)
 
@@ -141,7 +141,7 @@ class InstanceTable:
         self.serves = False
         self._outbox.clear()
         self._abandoned.clear()
-        gone, self.desk = self.desk, RequestTable()
+        gone, self.request_table = self.request_table, RequestTable()
         pending, self._pending = self._pending, {}
         callers, self._callers = self._callers, {}
         for end in gone.lose(reason):
@@ -150,13 +150,13 @@ class InstanceTable:
             elif end.serial is not None:
                 caller, place = callers[end.serial]
                 caller.lost(place, end)
-        self.former_desks.append(gone)
+        self.former_tables.append(gone)
 
     def took(self, frames: list[bytes]) -> None:
         self._post()
         for frame in frames:
             message = decode_from_engine(frame)
-            took = self.desk.take(message)
+            took = self.request_table.take(message)
             self._check_the_abandoned(message, took.orders)
             for order in took.orders:
                 self.order(order)
@@ -198,24 +198,24 @@ class InstanceTable:
 class FrontEnd:
     """Spreads requests over the serving instances in turn."""
 
-    def __init__(self, counters: Sequence[InstanceTable], serving: Sequence[int] | None = None) -> None:
+    def __init__(self, instance_tables: Sequence[InstanceTable], serving: Sequence[int] | None = None) -> None:
         """`serving`: numbers of the instances that take requests of clients; None: all."""
-        self.counters = counters
-        self.doors = counters if serving is None else [counters[number] for number in serving]
+        self.instance_tables = instance_tables
+        self.serving_tables = instance_tables if serving is None else [instance_tables[number] for number in serving]
         self._turn = 0
 
     def submit(self, group: Sequence[Submission], caller: Submitter) -> SubmittedGroup | None:
         """None if no instance can take it."""
-        for _ in self.doors:
-            counter = self.doors[self._turn % len(self.doors)]
+        for _ in self.serving_tables:
+            instance_table = self.serving_tables[self._turn % len(self.serving_tables)]
             self._turn += 1
-            if counter.can_take:
-                return counter.submit(group, caller)
+            if instance_table.can_take:
+                return instance_table.submit(group, caller)
         return None
 
     def serving(self) -> dict[int, bool]:
-        return {counter.number: counter.serves for counter in self.doors}
+        return {instance_table.number: instance_table.serves for instance_table in self.serving_tables}
 
     @property
     def open_requests(self) -> int:
-        return sum(counter.desk.open_requests for counter in self.counters)
+        return sum(instance_table.request_table.open_requests for instance_table in self.instance_tables)

@@ -23,7 +23,7 @@ from baton.core.routing.fleet_members import TRANSITIONS as MEMBER_MOVES
 from baton.core.routing.routed_request import TRANSITIONS as CARRY_MOVES
 from baton.sim.faults import Fault
 from baton.sim.fuzzed_run import WorldVerdict, run_seed
-from baton.sim.law_checker import haul_table, move_name, peer_tables
+from baton.sim.law_checker import move_name, peer_tables, transfer_table
 from baton.sim.law_names import OWN_CHECKS, LawBroken
 from baton.sim.scenario import ScenarioTrim
 from baton.sim.shard import SeedReport
@@ -40,7 +40,7 @@ _MACHINES: list[tuple[str, Iterable[tuple[Enum, Enum]]]] = [
     ("desk", DESK_MOVES),
     ("link", LINK_MOVES),
     *peer_tables(),
-    haul_table(),
+    transfer_table(),
     ("carrying", CARRY_MOVES),
     ("member", MEMBER_MOVES),
     ("relay", RELAY_MOVES),

@@ -74,7 +74,7 @@ class FrontEndLine(Protocol):
 class PeerOrdersSink(Protocol):
     """Carries out the worker's orders about peers; passes messages of peers to `SimulatedInstance.hear`."""
 
-    def told(self, event: PeerEvent) -> None:
+    def before_handling(self, event: PeerEvent) -> None:
         """The worker is about to handle this."""
 
     def carry_out(self, effect: PeerEffect) -> None: ...
@@ -84,7 +84,7 @@ class PeerOrdersSink(Protocol):
 
 
 class StorageOrdersSink(Protocol):
-    """Carries out the worker's orders about KV outside the pool; answers with `SimulatedInstance.hauled`."""
+    """Carries out the worker's orders about KV outside the pool; answers with `SimulatedInstance.transfer_ended`."""
 
     def carry_out(self, effect: StorageEffect) -> None:
         """Returns at once."""
@@ -143,9 +143,9 @@ class SimulatedInstance:
         self.device.number = spec.number
         self._conversation: FrontEndLine | None = None
         self._inbox: deque[bytes] = deque()
-        self._heard: deque[PeerEvent] = deque()
+        self._peer_events: deque[PeerEvent] = deque()
         self.peers: PeerOrdersSink | None = None
-        self._hauled: deque[StorageEvent] = deque()
+        self._transfer_events: deque[StorageEvent] = deque()
         self.storage: StorageOrdersSink | None = None
         self.at_step: Callable[[str], None] | None = None
         """Called with the name of each hand-over step taken here, to inject faults at it."""
@@ -232,7 +232,7 @@ class SimulatedInstance:
             )
         )
 
-    def orphan(self) -> None:
+    def front_end_lost(self) -> None:
         """The session is lost: open requests have no receiver any more."""
         self._conversation = None
         self._inbox.clear()
@@ -248,12 +248,12 @@ class SimulatedInstance:
 
     def hear(self, event: PeerEvent) -> None:
         """Take an event of a peer or of a KV transfer with it."""
-        self._heard.append(event)
+        self._peer_events.append(event)
         self._pump()
 
-    def hauled(self, event: StorageEvent) -> None:
+    def transfer_ended(self, event: StorageEvent) -> None:
         """Take the end of a transfer of KV outside the pool."""
-        self._hauled.append(event)
+        self._transfer_events.append(event)
         self._pump()
 
     # ── the loop ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -274,13 +274,13 @@ class SimulatedInstance:
         worker, driver = self.require_worker(), self.require_driver()
         while self._inbox and self._has_room:
             self._obey(decode_to_engine(self._inbox.popleft()))
-        while self._heard and self._has_room:
-            heard = self._heard.popleft()
+        while self._peer_events and self._has_room:
+            heard = self._peer_events.popleft()
             if self.peers is not None:
-                self.peers.told(heard)
+                self.peers.before_handling(heard)
             self._tell(heard)
-        while self._hauled and self._has_room:
-            self._tell(self._hauled.popleft())
+        while self._transfer_events and self._has_room:
+            self._tell(self._transfer_events.popleft())
         while self._results and self._has_room:
             self._tell(StepDone(self._results.popleft()))
         while self._has_room and driver.is_due:

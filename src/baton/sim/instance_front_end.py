@@ -68,7 +68,7 @@ def join_of(life: SimulatedInstance, role: Role, draining: bool = False) -> Join
 class InstanceFrontEnd:
     def __init__(self, front: Host, lines: Lines, life: SimulatedInstance, grace_us: int) -> None:
         self.life = life
-        self.relay = InstanceSessions(join_of(life, life.spec.config.role), grace_us)
+        self.sessions = InstanceSessions(join_of(life, life.spec.config.role), grace_us)
         self.serves = False
         """Whether the router has welcomed it in the present session."""
         self.drains = False
@@ -96,7 +96,7 @@ class InstanceFrontEnd:
 
     def leave(self) -> None:
         """Leave the fleet: accept nothing new, and end when all open requests have ended."""
-        for message in self.relay.leave():
+        for message in self.sessions.leave():
             self._say(message)
         self.drains = True
         self._order(Drain())
@@ -110,7 +110,7 @@ class InstanceFrontEnd:
     @property
     def undelivered(self) -> int:
         """Messages to the router that were not delivered, plus requests that are open."""
-        return len(self._outbox) + self.line.undelivered + self.relay.open_requests
+        return len(self._outbox) + self.line.undelivered + self.sessions.open_requests
 
     def send(self, frame: bytes) -> None:
         """Take a frame of the engine."""
@@ -123,13 +123,13 @@ class InstanceFrontEnd:
             case Accepted() | RefusedMessage():
                 if isinstance(message, Accepted):
                     self._running.update(message.serials)
-                if self.relay.owns_ticket(message.ticket):
-                    self._carry_out(self.relay.take(message, self._engine_us))
+                if self.sessions.owns_ticket(message.ticket):
+                    self._carry_out(self.sessions.take(message, self._engine_us))
             case StepOutput():
                 self._running.difference_update(ended.serial for ended in message.ended)
-                ours, _ = self.relay.split(message)
+                ours, _ = self.sessions.split(message)
                 if ours is not None:
-                    self._carry_out(self.relay.take(ours, self._engine_us))
+                    self._carry_out(self.sessions.take(ours, self._engine_us))
             case Pulse():
                 self._beat(message)
             case FailedMessage():
@@ -145,28 +145,28 @@ class InstanceFrontEnd:
     # ── the router's side ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def opened(self) -> None:
-        for message in self.relay.opened(self._front.world.now_us):
+        for message in self.sessions.opened(self._front.world.now_us):
             self._say(message)
 
     def lost(self, reason: str) -> None:
         self.serves = False
         self._outbox.clear()
         self._beats.set(None)
-        self.relay.lost(reason, self._front.world.now_us)
-        self._ticks.set(self.relay.next_deadline())
+        self.sessions.lost(reason, self._front.world.now_us)
+        self._ticks.set(self.sessions.next_deadline())
         if self._away_us is None:
             self._away_us = self._front.world.now_us
             self._front.after(self._grace_us + KEPT_US, self._keeps_nothing, self._away_us)
 
     def _keeps_nothing(self, away_us: int) -> None:
         """The grace period without a router is over: nothing may be kept for it."""
-        if self._away_us == away_us and self.relay.kept_choices and self.relay.standing is InstanceSessionState.AWAY:
-            raise LawBroken(FORGOTTEN, f"{self.life.host.name} keeps {self.relay.kept_choices} choices for a lost router")
+        if self._away_us == away_us and self.sessions.kept_choices and self.sessions.standing is InstanceSessionState.AWAY:
+            raise LawBroken(FORGOTTEN, f"{self.life.host.name} keeps {self.sessions.kept_choices} choices for a lost router")
 
     def took(self, frames: list[bytes]) -> None:
         for frame in frames:
             message = decode_from_router(frame)
-            out = self.relay.heard(message, self._front.world.now_us)
+            out = self.sessions.heard(message, self._front.world.now_us)
             if isinstance(message, Cancel) and message.serial in self._running and message not in out.orders:
                 raise LawBroken(ENDS_AT_ONCE, f"{self.life.host.name} was told to end {message.serial}, and does not")
             self._carry_out(out)
@@ -195,20 +195,20 @@ class InstanceFrontEnd:
             self._order(Drain())
         if self.when_told is not None:
             self.when_told(out)
-        self._ticks.set(self.relay.next_deadline())
+        self._ticks.set(self.sessions.next_deadline())
 
     def _beat(self, pulse: Pulse | None = None) -> None:
         """Send a heartbeat: with each pulse of the engine, and without one when it is due."""
         now_us = self._front.world.now_us
         # Before it was asked for pulses, the engine had no reason to send any.
         silent_us = min(now_us - self._engine_us, now_us - self._begun_us)
-        beat = self.relay.beat(pulse, silent_us, now_us)
+        beat = self.sessions.beat(pulse, silent_us, now_us)
         if beat is not None:
             self._say(beat)
             self._beats.set(now_us + self._beat_us)
 
     def _tick(self) -> None:
-        self._carry_out(self.relay.tick(self._front.world.now_us))
+        self._carry_out(self.sessions.tick(self._front.world.now_us))
 
     def _say(self, message: FromInstance) -> None:
         if self.line.session is None:

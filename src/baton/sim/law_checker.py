@@ -56,7 +56,7 @@ from baton.sim.law_names import (
     WHOLE_KEY,
     LawBroken,
 )
-from baton.sim.transfer_laws import HAUL_ENDS, TransferLaws
+from baton.sim.transfer_laws import TRANSFER_ENDS, TransferLaws
 from baton.sim.world import World
 from baton.wire.request_table import LostEntry
 
@@ -85,9 +85,9 @@ def peer_tables() -> list[tuple[str, list[tuple[Enum, Enum]]]]:
     return tables
 
 
-def haul_table() -> tuple[str, list[tuple[Enum, Enum]]]:
+def transfer_table() -> tuple[str, list[tuple[Enum, Enum]]]:
     """Every kind of transfer of KV outside the pool, with every way in which it can end."""
-    return "haul", [(kind, end) for kind, end in HAUL_ENDS]
+    return "haul", [(kind, end) for kind, end in TRANSFER_ENDS]
 
 
 class KnownCauses(Protocol):
@@ -115,26 +115,30 @@ class _Behind:
     def loads(self) -> list[tuple[TransferId, Serial]]:
         if self._worker.giver is not None:
             return []
-        return [(haul.haul, haul.serial) for haul in self._worker.scheduler.tiers.open() if haul.serial is not None]
+        return [
+            (transfer.haul, transfer.serial)
+            for transfer in self._worker.scheduler.tiers.open()
+            if transfer.serial is not None
+        ]
 
 
 class InstanceRecord:
     """Per life of an instance: accepted requests, requests that must end, and the laws of hand-overs and transfers."""
 
-    def __init__(self, audit_in: int, book: HandoverLaws | None, hauls: TransferLaws | None = None) -> None:
+    def __init__(self, audit_in: int, laws: HandoverLaws | None, transfers: TransferLaws | None = None) -> None:
         self.audit_in = audit_in
         self._steps = 0
         self._accepted_us: dict[int, int] = {}
         self._doomed: dict[int, int] = {}
         """Requests that were ordered to end, and the step by which each must be gone."""
-        self.peers = book
-        self.hauls = hauls
+        self.peers = laws
+        self.transfers = transfers
 
     @property
     def awaited_blocks(self) -> int:
         """Blocks reserved for KV that arrives from a peer or from host memory."""
         leased = 0 if self.peers is None else self.peers.leased_blocks
-        return leased if self.hauls is None else leased + self.hauls.arriving_blocks
+        return leased if self.transfers is None else leased + self.transfers.arriving_blocks
 
     def note(self, worker: Worker, event: Event, effects: Sequence[Effect], deadline_us: int | None, now_us: int) -> bool:
         """Returns whether the event is rare enough to check all invariants after it."""
@@ -147,8 +151,8 @@ class InstanceRecord:
                         self._time_is_billed(ended, now_us)
                 case Withdrawn(ended):
                     self._time_is_billed(ended, now_us)
-        if self.hauls is not None:
-            self.hauls.note(_Behind(worker), event, effects, self._accepted_us, deadline_us, now_us)
+        if self.transfers is not None:
+            self.transfers.note(_Behind(worker), event, effects, self._accepted_us, deadline_us, now_us)
         match event:
             case Cancel(serial) | StopAt(serial, _):
                 self._doom(worker, [serial])
@@ -202,7 +206,7 @@ class LawChecker:
         self._vocabulary = vocabulary
         self._undelivered_max = undelivered_max
         self._audit_every = 1 if always_audit else AUDIT_EVERY
-        self._dockets: dict[tuple[int, int], InstanceRecord] = {}
+        self._records: dict[tuple[int, int], InstanceRecord] = {}
         self._asked: Counter[tuple[bytes, bytes]] = Counter()
         """Number of submissions whose prompt and expected answer begin with these tokens, by salt."""
         self._keys: dict[int, list[bytes]] = {}
@@ -225,34 +229,34 @@ class LawChecker:
 
     def handled(self, instance: SimulatedInstance, event: Event, effects: Sequence[Effect]) -> None:
         """Called after each event of its worker."""
-        worker, docket = instance.require_worker(), self._docket(instance)
+        worker, record = instance.require_worker(), self._record(instance)
         deadline_us = worker.next_deadline()
         arriving = self._cheap_laws(worker, deadline_us)
         if instance.undelivered > self._undelivered_max:
             raise LawBroken(LINE_BOUND, f"{instance.undelivered} frames wait at {instance.host.name}")
         if isinstance(event, Submit) and isinstance(effects[0], Accepted) and Drain in instance.ordered:
             raise LawBroken(TRUE_DRAIN, f"{instance.host.name} accepts ticket {event.ticket}")
-        if docket.peers is not None:
-            docket.peers.note(event, effects, deadline_us, self._world.now_us)
-        rare = docket.note(worker, event, effects, deadline_us, self._world.now_us)
-        if arriving != docket.awaited_blocks:
-            raise LawBroken(LEDGER_SUMS, f"{docket.awaited_blocks} blocks wait for KV, {arriving} are marked for it")
+        if record.peers is not None:
+            record.peers.note(event, effects, deadline_us, self._world.now_us)
+        rare = record.note(worker, event, effects, deadline_us, self._world.now_us)
+        if arriving != record.awaited_blocks:
+            raise LawBroken(LEDGER_SUMS, f"{record.awaited_blocks} blocks wait for KV, {arriving} are marked for it")
         if isinstance(event, Submit) and isinstance(effects[0], GroupRefused):
             self._refusal_at_the_worker(instance, worker, event, effects[0].refusal)
-        docket.audit_in -= 1
-        if rare or docket.audit_in <= 0:
-            docket.audit_in = self._audit_every
+        record.audit_in -= 1
+        if rare or record.audit_in <= 0:
+            record.audit_in = self._audit_every
             self.audit(worker)
 
-    def _docket(self, instance: SimulatedInstance) -> InstanceRecord:
+    def _record(self, instance: SimulatedInstance) -> InstanceRecord:
         place = instance.spec.number, instance.life
-        docket = self._dockets.get(place)
-        if docket is None:
+        record = self._records.get(place)
+        if record is None:
             config = instance.spec.config
-            book = HandoverLaws(config, instance.host.name) if config.role.takes or config.role.gives else None
-            hauls = TransferLaws(config, instance.host.name) if config.tiers.host_rows else None
-            docket = self._dockets[place] = InstanceRecord(self._audit_every, book, hauls)
-        return docket
+            laws = HandoverLaws(config, instance.host.name) if config.role.takes or config.role.gives else None
+            transfers = TransferLaws(config, instance.host.name) if config.tiers.host_rows else None
+            record = self._records[place] = InstanceRecord(self._audit_every, laws, transfers)
+        return record
 
     def _cheap_laws(self, worker: Worker, deadline_us: int | None) -> int:
         """Returns the number of blocks that the pool reserves for KV that arrives."""
@@ -294,10 +298,10 @@ class LawChecker:
                 self.took_moves("giver", worker.giver.moves())
             if worker.taker is not None:
                 self.took_moves("taker", worker.taker.moves())
-            hauls = self._docket(instance).hauls
-            if hauls is not None:
-                self.took_moves("haul", hauls.moves)
-                self._world.fired[Fault.STORE_LEFT_ALONE] += hauls.left_alone
+            transfers = self._record(instance).transfers
+            if transfers is not None:
+                self.took_moves("haul", transfers.moves)
+                self._world.fired[Fault.STORE_LEFT_ALONE] += transfers.left_alone
 
     def took_moves(self, machine: str, moves: Mapping[tuple[State, Move], int]) -> None:
         for (state, move), times in moves.items():
@@ -308,29 +312,29 @@ class LawChecker:
         return set(instance.require_worker().scheduler.pool.prefix.names().values())
 
     def handovers_to(self, instance: SimulatedInstance) -> int:
-        book = self._docket(instance).peers
-        return 0 if book is None else book.made
+        laws = self._record(instance).peers
+        return 0 if laws is None else laws.made
 
     def names_of(self, instance: SimulatedInstance, number: TransferId) -> tuple[Key, ...]:
         """The keys of the blocks that an open transfer moves."""
         tiers = instance.require_worker().scheduler.tiers
-        return next((haul.keys for haul in tiers.open() if haul.haul == number), ())
+        return next((transfer.keys for transfer in tiers.open() if transfer.haul == number), ())
 
     def waits_for(self, instance: SimulatedInstance, number: TransferId) -> RequestId | None:
         """The request whose KV an open copy brings back."""
         scheduler = instance.require_worker().scheduler
-        serials = [haul.serial for haul in scheduler.tiers.open() if haul.haul == number]
+        serials = [transfer.serial for transfer in scheduler.tiers.open() if transfer.haul == number]
         request = scheduler.request(serials[0]) if serials and serials[0] is not None else None
         return None if request is None else request.submission.request_id
 
     def store_looks(self, instance: SimulatedInstance) -> int:
         """Number of Look orders to the store in this life."""
-        book = self._docket(instance).hauls
-        return 0 if book is None else book.looks
+        laws = self._record(instance).transfers
+        return 0 if laws is None else laws.looks
 
     def nothing_held_for(self, instance: SimulatedInstance, peer: str, since_us: int) -> None:
-        book = self._docket(instance).peers
-        held = None if book is None else book.held_for(peer, since_us)
+        laws = self._record(instance).peers
+        held = None if laws is None else laws.held_for(peer, since_us)
         if held is not None:
             raise LawBroken(HANDOVERS_END, f"{held}; {peer} died or the world healed at {since_us}")
 
@@ -340,14 +344,14 @@ class LawChecker:
 
     def nothing_held(self, instance: SimulatedInstance) -> None:
         gauges = instance.require_worker().gauges()
-        blocks, book = gauges.blocks, self._docket(instance).peers
+        blocks, laws = gauges.blocks, self._record(instance).peers
         held = gauges.running, gauges.waiting, gauges.handovers.open, gauges.storage.hauls
         kept = blocks.running, blocks.leased, blocks.receiving, blocks.leaving
         if any(held + kept):
             what = "running, waiting, hand-overs, hauls; blocks running, leased, receiving, leaving"
             raise LawBroken(NOTHING_HELD, f"{instance.host.name} still has {held + kept} {what}")
-        if book is not None and book.open:
-            raise LawBroken(NOTHING_HELD, f"{instance.host.name} has {book.open} asked, leased or on their way out")
+        if laws is not None and laws.open:
+            raise LawBroken(NOTHING_HELD, f"{instance.host.name} has {laws.open} asked, leased or on their way out")
 
     # ── clients ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -433,12 +437,12 @@ class LawChecker:
             raise LawBroken(TRUE_BILL, f"{name} was told of {cached_tokens} cached tokens first: {bill}")
         if min(bill.queue_us, bill.prefill_us, bill.decode_us, bill.recomputed_tokens, bill.computed_tokens) < 0:
             raise LawBroken(TRUE_BILL, f"{name}: {bill}")
-        known, legs = len(submission.prompt), 1
+        known, attempts = len(submission.prompt), 1
         if isinstance(ended, ChoiceOutcome):
-            known, legs = known + ended.generated_tokens, max(1, bill.attempts)
-        if bill.cached_tokens >= known or bill.preemptions > preemptions_max * legs:
+            known, attempts = known + ended.generated_tokens, max(1, bill.attempts)
+        if bill.cached_tokens >= known or bill.preemptions > preemptions_max * attempts:
             raise LawBroken(TRUE_BILL, f"{name}, {len(submission.prompt)} tokens in the prompt: {bill}")
-        if legs > 1 or resumed or (self.peers_share_a_store and bill.attempts):
+        if attempts > 1 or resumed or (self.peers_share_a_store and bill.attempts):
             return  # an earlier attempt, or a peer that had begun it, may have cached it
         found = bytes(submission.prompt[: bill.cached_tokens].tolist())
         if found and self._asked[submission.salt, found] < 2:  # one is its own

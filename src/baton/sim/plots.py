@@ -140,8 +140,8 @@ def _nothing(axes: Axes) -> None:
 
 
 def _finished_us(record: RunRecord, what: str) -> Floats:
-    finished = (journey for journey in record.journeys if journey.outcome in FINISHED)
-    values = (journey.ttft_us if what == "ttft" else journey.tpot_us for journey in finished)
+    finished = (request for request in record.requests if request.outcome in FINISHED)
+    values = (request.ttft_us if what == "ttft" else request.tpot_us for request in finished)
     return np.array([value for value in values if value is not None], dtype=np.float64)
 
 
@@ -179,9 +179,9 @@ def _first_tokens(axes: Axes, records: Sequence[RunRecord], pens: Sequence[RunSt
 
 def _arrivals(record: RunRecord) -> tuple[Floats, Floats]:
     seen = [
-        (journey.arrived_us / 1e6, max(LEAST_SHOWN_S, journey.ttft_us / 1e6))
-        for journey in record.journeys
-        if journey.outcome in FINISHED and journey.ttft_us is not None
+        (request.arrived_us / 1e6, max(LEAST_SHOWN_S, request.ttft_us / 1e6))
+        for request in record.requests
+        if request.outcome in FINISHED and request.ttft_us is not None
     ]
     table = np.array(sorted(seen), dtype=np.float64).reshape(-1, 2)
     return table[:, 0], table[:, 1]
@@ -203,9 +203,9 @@ def _windows(at_s: Floats, values: Floats) -> tuple[Floats, Floats, Floats]:
 
 
 def _levels(record: RunRecord) -> InstanceLevels | None:
-    if not record.looks:
+    if not record.samples:
         return None
-    looks = np.array(
+    samples = np.array(
         [
             (
                 o.at_us,
@@ -216,20 +216,20 @@ def _levels(record: RunRecord) -> InstanceLevels | None:
                 o.running,
                 o.waiting,
             )
-            for o in record.looks
+            for o in record.samples
         ],
         dtype=np.float64,
     )
-    moments = min(MOMENTS_MAX, len(np.unique(looks[:, 0])))
-    edges = np.linspace(0.0, max(1.0, looks[:, 0].max()), moments + 1)
-    row = np.clip(np.searchsorted(edges, looks[:, 0], side="right") - 1, 0, moments - 1)
-    cell = row * record.instances + looks[:, 1].astype(np.int64)
+    moments = min(MOMENTS_MAX, len(np.unique(samples[:, 0])))
+    edges = np.linspace(0.0, max(1.0, samples[:, 0].max()), moments + 1)
+    row = np.clip(np.searchsorted(edges, samples[:, 0], side="right") - 1, 0, moments - 1)
+    cell = row * record.instances + samples[:, 1].astype(np.int64)
     cells = moments * record.instances
     seen = np.bincount(cell, minlength=cells)
     kept = np.where(seen.reshape(moments, record.instances).any(axis=1))[0]
 
     def mean_of(column: int) -> Floats:
-        total = np.bincount(cell, weights=looks[:, column], minlength=cells)
+        total = np.bincount(cell, weights=samples[:, column], minlength=cells)
         means = np.divide(total, seen, out=np.full(cells, np.nan), where=seen > 0)
         return np.asarray(means.reshape(moments, record.instances)[kept])
 

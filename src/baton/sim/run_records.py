@@ -137,8 +137,8 @@ class RunRecord:
     """Duration of each hand-over, from the ask to the adoption."""
     meters: list[PassMeter] = field(default_factory=list)
     """By instance; empty if passes were not metered."""
-    journeys: list[RequestRecord] = field(default_factory=list)
-    looks: list[InstanceSample] = field(default_factory=list)
+    requests: list[RequestRecord] = field(default_factory=list)
+    samples: list[InstanceSample] = field(default_factory=list)
     spans: list[StepSpan] = field(default_factory=list)
     spans_left_out: int = 0
     wall_s: float = 0.0

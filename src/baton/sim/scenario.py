@@ -28,7 +28,7 @@ from baton.core.routing.config import RouterConfig, RoutingPolicy
 from baton.sim.client_requests import VOCABULARY, ClientRequest, draw_ask
 from baton.sim.faults import CLASSES, OF_COPIES, OF_STORAGE, FaultRates, draw_classes, draw_rates
 from baton.sim.faulty_transfers import KvTimes
-from baton.sim.instance_host import seat_name
+from baton.sim.instance_host import instance_name
 from baton.sim.storage_copies import CopyTimes
 from baton.sim.store import StoreTimes
 from baton.sim.world import stream_of
@@ -122,7 +122,7 @@ class Scenario:
         """Every instance that takes hand-overs is a peer of every instance that gives them."""
         role = self.roles[number]
         return tuple(
-            seat_name(other)
+            instance_name(other)
             for other, its in enumerate(self.roles)
             if (role.takes and its.gives) or (role.gives and its.takes)
         )

@@ -100,15 +100,15 @@ class DataConnections(Protocol):
 
 
 class SimulatedPeers:
-    def __init__(self, life: SimulatedInstance, lines: Lines, fabric: DataConnections, peers: Sequence[str]) -> None:
+    def __init__(self, life: SimulatedInstance, lines: Lines, transfers: DataConnections, peers: Sequence[str]) -> None:
         name, host, kv = life.host.name, life.host, life.executor.kv
-        self.fabric = fabric
+        self.transfers = transfers
         self._gives = life.spec.config.role.gives
-        self.receiver, self.sender = fabric.connect(name, host, kv, life.hear)
+        self.receiver, self.sender = transfers.connect(name, host, kv, life.hear)
         self.took_us: list[int] = []
         """Durations of the hand-overs adopted here."""
-        self._talks = {PeerId(peer): _Talk(self, life, lines, peer) for peer in peers}
-        self.lines = [talk.line for talk in self._talks.values()]
+        self._conversations = {PeerId(peer): _PeerConversation(self, life, lines, peer) for peer in peers}
+        self.lines = [conversation.line for conversation in self._conversations.values()]
 
     def open(self) -> None:
         for line in self.lines:
@@ -116,27 +116,27 @@ class SimulatedPeers:
 
     def meet(self, addresses: tuple[str, ...]) -> None:
         """The router names the peers that prefill: connect to these, and disconnect from all others."""
-        for peer, talk in self._talks.items():
+        for peer, conversation in self._conversations.items():
             if peer in addresses:
-                talk.line.open()
+                conversation.line.open()
             else:
-                talk.hang_up()
+                conversation.hang_up()
 
     def session_with(self, peer: str) -> int | None:
         """The number of the session if the peer has registered in it."""
-        talk = self._talks[PeerId(peer)]
-        return talk.line.session if talk.registered else None
+        conversation = self._conversations[PeerId(peer)]
+        return conversation.line.session if conversation.registered else None
 
-    def told(self, event: PeerEvent) -> None:
+    def before_handling(self, event: PeerEvent) -> None:
         """Called before the worker handles this event: its later messages belong to the session that it then knows."""
         match event:
             case PeerOpened(peer) | PeerLost(peer):
-                self._talks[peer].known_to_worker()
+                self._conversations[peer].known_to_worker()
 
     def carry_out(self, effect: PeerEffect) -> None:
         match effect:
             case Tell(peer, message):
-                self._talks[peer].tell(message)
+                self._conversations[peer].tell(message)
             case Expect(handover, token, first, blocks):
                 self.receiver.expect(handover, token, first, blocks)
             case Verify(handover, checks):
@@ -153,13 +153,13 @@ class SimulatedPeers:
                 pass
 
 
-class _Talk:
+class _PeerConversation:
     """The conversation with one peer."""
 
     def __init__(self, ours: SimulatedPeers, life: SimulatedInstance, lines: Lines, peer: str) -> None:
         self.registered = False
         self._ours = ours
-        self._to_be_told: deque[int | None] = deque()
+        self._unhandled_sessions: deque[int | None] = deque()
         """Sessions that began, or None for one that ended, in order; the worker has not handled these events yet."""
         self._known: int | None = None
         """The session that the worker knows; its messages are sent only in that one."""
@@ -182,7 +182,7 @@ class _Talk:
             raise LawBroken(LINE_BOUND, f"{len(self._outbox)} messages wait at {self._life.host.name} for {self._peer}")
 
     def known_to_worker(self) -> None:
-        self._known = self._to_be_told.popleft()
+        self._known = self._unhandled_sessions.popleft()
 
     def hang_up(self) -> None:
         if self.line.wanted:
@@ -199,7 +199,7 @@ class _Talk:
         was_there, self.registered = self.registered, False
         self._outbox.clear()
         if was_there:
-            self._to_be_told.append(None)
+            self._unhandled_sessions.append(None)
             self._hear(PeerLost(self._peer, reason))
 
     def took(self, frames: list[bytes]) -> None:
@@ -220,7 +220,7 @@ class _Talk:
             if getattr(ours, name) != getattr(theirs, name):
                 raise LawBroken(SAME_LAYOUT, f"{name} of {ours.name} and {theirs.name} differ: {ours} {theirs}")
         self.registered = True
-        self._to_be_told.append(self.line.session)
+        self._unhandled_sessions.append(self.line.session)
         self._hear(PeerOpened(self._peer))
 
     def _registration(self) -> Register:
@@ -241,7 +241,7 @@ class _Talk:
 
     def _perhaps_echo(self, message: PeerMessage) -> None:
         """Deliver a message again at a drawn rate: links deliver once, but a worker must not depend on it."""
-        rate = self._ours.fabric.echo
+        rate = self._ours.transfers.echo
         if not rate:
             return
         echo, within_us = self._stream.random(), self._stream.randrange(ECHO_WITHIN_US)

@@ -35,7 +35,7 @@ class KvLinkModel:
     layers: int
     block_bytes: int
     """Over all layers."""
-    lane_bytes_per_s: float
+    card_bytes_per_s: float
     delay_us: int
 
 
@@ -48,7 +48,7 @@ class NetworkCard:
         self.bytes = 0.0
         self.busy_us = 0.0
 
-    def carry(self, from_us: float, size: float) -> float:
+    def transmit(self, from_us: float, size: float) -> float:
         """Send `size` bytes that are ready at `from_us`; returns when the last byte has passed."""
         took_us = size * self._us_a_byte
         self._free_us = max(from_us, self._free_us) + took_us
@@ -62,13 +62,13 @@ class TimedTransfers:
 
     echo = 0.0
 
-    def __init__(self, road: KvLinkModel) -> None:
-        self.road = road
+    def __init__(self, kv_link: KvLinkModel) -> None:
+        self.kv_link = kv_link
         self._receivers: dict[str, TimedReceiver] = {}
         self._senders: dict[str, TimedSender] = {}
 
     def connect(self, name: str, host: Host, kv: KvView, report: Report) -> tuple[TimedReceiver, TimedSender]:  # noqa: ARG002
-        self._receivers[name] = receiver = TimedReceiver(host, self.road, report)
+        self._receivers[name] = receiver = TimedReceiver(host, self.kv_link, report)
         self._senders[name] = sender = TimedSender(self, name, host, report)
         return receiver, sender
 
@@ -77,7 +77,7 @@ class TimedTransfers:
 
     def of(self, name: str) -> tuple[NetworkCard, NetworkCard]:
         """The cards out of an instance and into it."""
-        return self._senders[name].lane, self._receivers[name].lane
+        return self._senders[name].card, self._receivers[name].card
 
     def receiver(self, name: str) -> TimedReceiver:
         return self._receivers[name]
@@ -94,9 +94,9 @@ class _Arrival:
 
 
 class TimedReceiver:
-    def __init__(self, host: Host, road: KvLinkModel, report: Report) -> None:
+    def __init__(self, host: Host, kv_link: KvLinkModel, report: Report) -> None:
         self.host = host
-        self.lane = NetworkCard(road.lane_bytes_per_s)
+        self.card = NetworkCard(kv_link.card_bytes_per_s)
         self._report = report
         self._arrivals: dict[Handover, _Arrival] = {}
 
@@ -144,10 +144,10 @@ class _Part:
 
 
 class TimedSender:
-    def __init__(self, lanes: TimedTransfers, name: str, host: Host, report: Report) -> None:
-        self.lane = NetworkCard(lanes.road.lane_bytes_per_s)
-        self._lanes = lanes
-        self._road = lanes.road
+    def __init__(self, transfers: TimedTransfers, name: str, host: Host, report: Report) -> None:
+        self.card = NetworkCard(transfers.kv_link.card_bytes_per_s)
+        self._transfers = transfers
+        self._kv_link = transfers.kv_link
         self._name = PeerId(name)
         self._host = host
         self._report = report
@@ -165,7 +165,7 @@ class TimedSender:
     def ship(self, handover: Handover, step: int | None, first: int, upto: int, last: bool) -> None:
         part = _Part(handover, upto - first, last)
         if step is None:
-            self._send(part, self._road.layers, begins=True, ends=True)
+            self._send(part, self._kv_link.layers, begins=True, ends=True)
         else:
             self._parts[step].append(part)
 
@@ -179,25 +179,25 @@ class TimedSender:
         return step in self._parts
 
     def layers_us(self, takes_us: int) -> Sequence[int]:
-        layers = self._road.layers
+        layers = self._kv_link.layers
         return [takes_us * (layer + 1) // layers for layer in range(layers)]
 
     def layer_done(self, step: int, layer: int) -> None:
         for part in self._parts[step]:
-            self._send(part, 1, begins=layer == 0, ends=layer == self._road.layers - 1)
+            self._send(part, 1, begins=layer == 0, ends=layer == self._kv_link.layers - 1)
 
     def step_done(self, step: int) -> None:
         self._parts.pop(step, None)
 
     def _send(self, part: _Part, layers: int, *, begins: bool, ends: bool) -> None:
         """Send `layers` layers of it; `begins` and `ends` say whether the first and the last layer are among them."""
-        handover, road = part.handover, self._road
+        handover, kv_link = part.handover, self._kv_link
         if handover not in self._open:
             return
-        receiver = self._lanes.receiver(handover.peer)
-        size = part.blocks * road.block_bytes * layers / road.layers
-        left_us = self.lane.carry(self._host.world.now_us, size)
-        landed_us = receiver.lane.carry(left_us - size * 1e6 / road.lane_bytes_per_s, size) + road.delay_us
+        receiver = self._transfers.receiver(handover.peer)
+        size = part.blocks * kv_link.block_bytes * layers / kv_link.layers
+        left_us = self.card.transmit(self._host.world.now_us, size)
+        landed_us = receiver.card.transmit(left_us - size * 1e6 / kv_link.card_bytes_per_s, size) + kv_link.delay_us
         theirs = handover._replace(peer=self._name)
         if begins and part.blocks:
             receiver.host.at(round(landed_us), receiver.coming, theirs)

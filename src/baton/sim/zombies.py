@@ -40,11 +40,11 @@ TOLD_WITHIN_US = 5_000_000
 class ZombieInstance:
     """A process that was replaced by a later one of the same name while it was cut off or paused, and does not know it."""
 
-    def __init__(self, world: World, lines: Lines, gate: RouterHost, join: Join, number: int) -> None:
+    def __init__(self, world: World, lines: Lines, router_host: RouterHost, join: Join, number: int) -> None:
         self.host = Host(world, f"old life {number}")
-        self._gate = gate
+        self._router_host = router_host
         self._join = join
-        self.relay = InstanceSessions(join)
+        self.sessions = InstanceSessions(join)
         self._outbox: deque[bytes] = deque()
         self.line = lines.initiator(self.host, *line_names(number), self)
 
@@ -56,16 +56,16 @@ class ZombieInstance:
         self.host.crash()
 
     def opened(self) -> None:
-        for message in self.relay.opened(self.host.world.now_us):
+        for message in self.sessions.opened(self.host.world.now_us):
             self._say(message)
 
     def lost(self, reason: str) -> None:
         self._outbox.clear()
-        self.relay.lost(reason, self.host.world.now_us)
+        self.sessions.lost(reason, self.host.world.now_us)
 
     def took(self, frames: list[bytes]) -> None:
         for frame in frames:
-            self._carry_out(self.relay.heard(decode_from_router(frame), self.host.world.now_us))
+            self._carry_out(self.sessions.heard(decode_from_router(frame), self.host.world.now_us))
         self._post()
 
     def _carry_out(self, out: SessionEffects) -> None:
@@ -73,12 +73,12 @@ class ZombieInstance:
         if out.fenced is not None:
             self.host.world.fire(Fault.OUTLIVED, self.host.name)
             self.line.close("fenced")
-            self.relay.lost("fenced", now_us)
+            self.sessions.lost("fenced", now_us)
             return
         for order in out.orders:
             if isinstance(order, Submit):  # it was welcomed: the router did not know the later life
                 no = Refusal(RefusalCode.DRAINING, "an old life takes nothing")
-                self._carry_out(self.relay.take(refused(order.ticket, no), now_us))
+                self._carry_out(self.sessions.take(refused(order.ticket, no), now_us))
         for message in out.says:
             self._say(message)
         if out.turned_away is not None:
