@@ -286,10 +286,8 @@ class AttemptBook(RouterWatcher):
         request = self._life.origins[place.origin]
         if not session.serves:
             raise LawBroken(RIGHT_PLACE, f"a leg of {request.origin!r} goes to {session.name}: {session.join}")
-        if session.join is not None and len(session.open_placements()) >= self._config.ahead * session.join.slots:
-            raise LawBroken(
-                RIGHT_PLACE, f"{len(session.open_placements())} choices are open at {session.name}, and more come"
-            )
+        if session.join is not None and len(session.open_choices()) >= self._config.ahead * session.join.slots:
+            raise LawBroken(RIGHT_PLACE, f"{len(session.open_choices())} choices are open at {session.name}, and more come")
         attempt = session.tickets[place.ticket] = AttemptSeen()
         for item, index in zip(place.group, place.choices, strict=True):
             choice = request.choices[index]

@@ -110,7 +110,7 @@ class AttemptLaws:
             due_us = max(session.drains_us + config.drain_us, self._life.woke_us, self._life.served_us_before)
             if not (session.welcomed and session.drains and serves):
                 continue
-            for placement in session.open_placements():
+            for placement in session.open_choices():
                 if (
                     placement.serial is not None
                     and not placement.stopped

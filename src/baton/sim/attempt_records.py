@@ -65,7 +65,7 @@ class SessionSeen:
         if not self.drains:
             self.drains, self.drains_us = True, now_us
 
-    def open_placements(self) -> list[ChoiceAtInstance]:
+    def open_choices(self) -> list[ChoiceAtInstance]:
         """Placements whose choice is computed here and has not ended."""
         placements = [
             *self.serials.values(),

@@ -300,6 +300,12 @@ def log_uniform_us(stream: random.Random, least_us: int, most_us: int) -> int:
     return int(math.exp(stream.uniform(math.log(least_us), math.log(most_us))))
 
 
+def flip_bit(data: bytes, bit: int) -> bytes:
+    flipped = bytearray(data)
+    flipped[bit // 8] ^= 1 << (bit % 8)
+    return bytes(flipped)
+
+
 def draw_rates(stream_of: dict[str, random.Random], classes: Collection[str]) -> FaultRates:
     """Draw with one stream per class, so that a class left out does not change the others."""
 

@@ -23,7 +23,7 @@ import numpy as np
 from baton.core.engine.plan import Int32s
 from baton.core.handover.messages import Arriving, Fenced, Handover, PeerEvent, ShipFailed, Shipped, TransferBroken, Verified
 from baton.executor.contract import KvView
-from baton.sim.faults import Fault, KvRates, log_uniform_us
+from baton.sim.faults import Fault, KvRates, flip_bit, log_uniform_us
 from baton.sim.law_names import ALIEN_BYTES, WHOLE_KV, LawBroken
 from baton.sim.world import Host, World
 
@@ -220,7 +220,7 @@ class FaultyReceiver:
                 self._later(0, self._spoil, inflow, "the giver has closed its memory")
                 return
             inflow.flipped = inflow.flipped or flip is not None
-            self._write(inflow, layer, index, data if flip is None else _flipped(data, flip))
+            self._write(inflow, layer, index, data if flip is None else flip_bit(data, flip))
         now_us = self.host.world.now_us
         if inflow.said_us is None or now_us - inflow.said_us >= ARRIVING_EVERY_US:
             inflow.said_us = now_us
@@ -547,9 +547,3 @@ def _on(end: FaultyReceiver | FaultySender, act: Callable[..., None], *arguments
     """Run `act` on the host of this end, if that life has not ended."""
     if end.life == end.host.lives:
         end.host.run(act, *arguments)
-
-
-def _flipped(data: bytes, bit: int) -> bytes:
-    spoilt = bytearray(data)
-    spoilt[bit // 8] ^= 1 << (bit % 8)
-    return bytes(spoilt)

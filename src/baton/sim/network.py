@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from baton.sim.faults import Fault, NetworkRates
+from baton.sim.faults import Fault, NetworkRates, flip_bit
 from baton.sim.world import Host, World
 from baton.wire.link import described
 
@@ -62,7 +62,7 @@ class SimulatedNetwork:
             return
         if rates.bit_flip and draw() < rates.bit_flip:
             self._fire(Fault.BIT_FLIP, way, packet)
-            packet = _flipped(packet, way.stream)
+            packet = flip_bit(packet, way.stream.randrange(len(packet) * 8))
         self._carry(way, packet)
         if rates.duplication and draw() < rates.duplication:
             self._fire(Fault.DUPLICATION, way, packet)
@@ -133,10 +133,3 @@ class SimulatedNetwork:
         end = self._endpoints.get(way.target)
         if end is not None and end.life == end.host.lives:
             end.host.run(end.receive, way.source, packet)
-
-
-def _flipped(packet: bytes, stream: random.Random) -> bytes:
-    at = stream.randrange(len(packet) * 8)
-    spoilt = bytearray(packet)
-    spoilt[at // 8] ^= 1 << (at % 8)
-    return bytes(spoilt)

@@ -14,7 +14,7 @@ from enum import Enum
 from typing import TypeVar
 
 from baton.core.errors import InvariantViolated
-from baton.sim.faults import Fault, StoreRates, log_uniform_us
+from baton.sim.faults import Fault, StoreRates, flip_bit, log_uniform_us
 from baton.sim.world import Host, World
 from baton.wire.envelope import LAYOUT_BYTES, EnvelopeFlaw, open_any, seal
 
@@ -137,10 +137,8 @@ class SimulatedStore:
         del self._objects[name]
 
     def _flip(self, name: str) -> None:
-        spoilt = bytearray(self._objects[name])
-        bit = self._stream.randrange(len(spoilt) * 8)
-        spoilt[bit // 8] ^= 1 << (bit % 8)
-        self._objects[name] = bytes(spoilt)
+        data = self._objects[name]
+        self._objects[name] = flip_bit(data, self._stream.randrange(len(data) * 8))
 
     def _swap(self, name: str) -> None:
         """Swap with a random object, perhaps itself."""

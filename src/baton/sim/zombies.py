@@ -34,8 +34,6 @@ from baton.wire.router_messages import (
     encode_membership,
 )
 
-TOLD_WITHIN_US = 5_000_000
-
 
 class ZombieInstance:
     """A process that was replaced by a later one of the same name while it was cut off or paused, and does not know it."""
