@@ -204,21 +204,21 @@ def _calls(load: TraceLoad, speed: float, seed: int) -> list[PlannedRequest]:
 
 
 def _describe(record: RunRecord) -> PolicyRun:
-    first = describe([_ttft_us(journey) / 1e6 for journey in record.journeys])
+    first = describe([_ttft_us(journey) / 1e6 for journey in record.requests])
     if first is None:
         raise RunFailed(f"{record.label}: nobody asked for anything")
-    recomputed = sum(journey.recomputed_tokens for journey in record.journeys)
+    recomputed = sum(journey.recomputed_tokens for journey in record.requests)
     # The last token of an answer is never fed, so it has no KV.
-    computed = sum(journey.input_tokens + journey.output_tokens - 1 - journey.cached_tokens for journey in record.journeys)
+    computed = sum(journey.input_tokens + journey.output_tokens - 1 - journey.cached_tokens for journey in record.requests)
     finish_s = record.end_us / 1e6
     return PolicyRun(
         policy=record.label,
         seed=record.seed,
-        preemptions=sum(journey.preemptions for journey in record.journeys),
+        preemptions=sum(journey.preemptions for journey in record.requests),
         recomputed_tokens=recomputed,
         recomputed_share=recomputed / max(1, recomputed + computed),
         finish_s=finish_s,
-        output_tokens_per_s=sum(journey.output_tokens for journey in record.journeys) / finish_s,
+        output_tokens_per_s=sum(journey.output_tokens for journey in record.requests) / finish_s,
         ttft_mean_s=first.mean,
         ttft_p99_s=first.p99,
         pool_use=_mean_use(record),
@@ -235,13 +235,13 @@ def _ttft_us(journey: RequestRecord) -> int:
 
 def _mean_use(record: RunRecord) -> float:
     """Mean pool use over samples in which requests wait."""
-    shares = [_share(look, record) for look in record.looks if look.waiting]
+    shares = [_share(look, record) for look in record.samples if look.waiting]
     return sum(shares) / max(1, len(shares))
 
 
 def _pool_use(record: RunRecord) -> PoolUse:
-    every = max(1, -(-len(record.looks) // POOL_SAMPLES_MAX))
-    kept = record.looks[::every]
+    every = max(1, -(-len(record.samples) // POOL_SAMPLES_MAX))
+    kept = record.samples[::every]
     return PoolUse(record.label, [look.at_us / 1e6 for look in kept], [_share(look, record) for look in kept])
 
 

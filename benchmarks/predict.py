@@ -348,7 +348,7 @@ def simulated_figures(load: ServingLoad, config: WorkerConfig, times: StepTimes,
 
 
 def _figures(record: RunRecord) -> Figures:
-    journeys = record.journeys
+    journeys = record.requests
     began_us = min(journey.arrived_us for journey in journeys)
     ended_us = max(journey.ended_us or 0 for journey in journeys)
     first_us = [journey.ttft_us or 0 for journey in journeys]

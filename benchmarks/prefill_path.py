@@ -327,12 +327,12 @@ def spec_of(job: PathJob) -> RunSpec:
 
 
 def _described(job: PathJob, record: RunRecord) -> PathRun:
-    journeys = [journey for journey in record.journeys if journey.outcome in FINISHED]
+    journeys = [journey for journey in record.requests if journey.outcome in FINISHED]
     first = describe(journey.ttft_us for journey in journeys)
     between = describe((journey.tpot_us for journey in journeys), unit_us=1e3)
     busy = busy_shares(record)
-    if len(journeys) < len(record.journeys) or first is None or between is None or busy is None:
-        raise RunFailed(f"{job.kind}, seed {job.seed}: {len(record.journeys) - len(journeys)} requests were not answered")
+    if len(journeys) < len(record.requests) or first is None or between is None or busy is None:
+        raise RunFailed(f"{job.kind}, seed {job.seed}: {len(record.requests) - len(journeys)} requests were not answered")
     total_s, handed = record.end_us / 1e6, record.handed
     asked, cached = (sum(values) for values in zip(*((j.input_tokens, j.cached_tokens) for j in journeys), strict=True))
     return PathRun(
@@ -360,16 +360,16 @@ def _described(job: PathJob, record: RunRecord) -> PathRun:
 
 
 def _wait(record: RunRecord) -> PathWaits:
-    count = len(record.journeys) * 1e6
-    queue_s = sum(journey.queue_us for journey in record.journeys) / count
-    prefill_s = sum(journey.prefill_us for journey in record.journeys) / count
-    transfer_s = sum(journey.transfer_us for journey in record.journeys) / count
-    all_s = sum(journey.ttft_us or 0 for journey in record.journeys) / count
+    count = len(record.requests) * 1e6
+    queue_s = sum(journey.queue_us for journey in record.requests) / count
+    prefill_s = sum(journey.prefill_us for journey in record.requests) / count
+    transfer_s = sum(journey.transfer_us for journey in record.requests) / count
+    all_s = sum(journey.ttft_us or 0 for journey in record.requests) / count
     return PathWaits(queue_s, prefill_s, transfer_s, all_s - queue_s - prefill_s - transfer_s)
 
 
 def _held_peak(record: RunRecord) -> float:
-    looks = [look for look in record.looks if look.instance >= TAKERS]
+    looks = [look for look in record.samples if look.instance >= TAKERS]
     return max((look.running_blocks / record.pool_of(look.instance) for look in looks), default=0.0)
 
 

@@ -143,10 +143,10 @@ def modelled(
 
 
 def _modelled_run(policy: str, record: RunRecord) -> RoutingRun:
-    journeys = [journey for journey in record.journeys if journey.outcome in FINISHED]
+    journeys = [journey for journey in record.requests if journey.outcome in FINISHED]
     times = describe([journey.ttft_us / 1e6 for journey in journeys if journey.ttft_us is not None])
-    if len(journeys) < len(record.journeys) or times is None:
-        raise MeasurementFailed(f"{policy}, modelled: {len(record.journeys) - len(journeys)} requests were not answered")
+    if len(journeys) < len(record.requests) or times is None:
+        raise MeasurementFailed(f"{policy}, modelled: {len(record.requests) - len(journeys)} requests were not answered")
     return RoutingRun(
         policy=policy,
         requests=len(journeys),

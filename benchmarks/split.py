@@ -253,9 +253,9 @@ def _least(queued_tokens: Sequence[int]) -> int:
 
 
 def _judged(job: SplitJob, record: RunRecord) -> SplitRun:
-    last_us = max(journey.arrived_us for journey in record.journeys)
+    last_us = max(journey.arrived_us for journey in record.requests)
     warm_us = round(last_us * WARM_SHARE)
-    judged = [journey for journey in record.journeys if journey.arrived_us >= warm_us]
+    judged = [journey for journey in record.requests if journey.arrived_us >= warm_us]
     finished = [journey for journey in judged if journey.outcome in FINISHED]
     targets = LatencyTargets(job.options.ttft_s, job.options.tpot_ms)
     late = np.array([(journey.ttft_us or 0) > targets.ttft_s * 1e6 for journey in finished])

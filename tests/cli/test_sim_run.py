@@ -14,7 +14,7 @@ from baton.cli.main import app
 from baton.core.config import ReservePolicy, VictimPolicy
 from baton.sim.cluster import RunSpec
 from baton.sim.run_records import RequestOutcome, RequestRecord, RunRecord
-from tests.sim.made_records import journey
+from tests.sim.made_records import request_record
 
 SMALL = ["--requests", "20", "--input-tokens", "64", "--output-tokens", "8", "--concurrency", "4"]
 
@@ -41,8 +41,8 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> list[RunSpec]:
         asked.append(spec)
         made = RunRecord(spec.label, spec.seed, spec.instances, spec.config.blocks, spec.config.block_size, wall_s=0.5)
         for index, call in enumerate(spec.calls):
-            made.journeys.append(
-                journey(index, call.at_us or 0, 1_000 * (index + 1), 500, call.output_tokens, call.input_tokens)
+            made.requests.append(
+                request_record(index, call.at_us or 0, 1_000 * (index + 1), 500, call.output_tokens, call.input_tokens)
             )
             progress(1)
         made.end_us = 1_000_000
@@ -91,7 +91,7 @@ def test_files_are_written(tmp_path: Path, pretended: list[RunSpec]) -> None:
 def test_a_request_that_ends_as_none_should_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     def simulate(spec: RunSpec, progress: Callable[[int], None]) -> RunRecord:
         lost = RequestRecord(0, 0, 64, ended_us=5, outcome=RequestOutcome.LOST)
-        return RunRecord(spec.label, 0, 1, spec.config.blocks, 16, end_us=5, journeys=[lost])
+        return RunRecord(spec.label, 0, 1, spec.config.blocks, 16, end_us=5, requests=[lost])
 
     monkeypatch.setattr(simulated, "simulate", simulate)
     code, said = sim_run(*SMALL)

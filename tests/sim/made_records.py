@@ -7,7 +7,9 @@ import numpy as np
 from baton.sim.run_records import InstanceSample, RequestOutcome, RequestRecord, RunRecord, StepSpan
 
 
-def journey(index: int, arrived_us: int, ttft_us: int, tpot_us: int, outputs: int = 11, inputs: int = 100) -> RequestRecord:
+def request_record(
+    index: int, arrived_us: int, ttft_us: int, tpot_us: int, outputs: int = 11, inputs: int = 100
+) -> RequestRecord:
     """A finished request: its first token after `ttft_us`, then one every `tpot_us`."""
     first_us = arrived_us + ttft_us
     return RequestRecord(
@@ -17,12 +19,12 @@ def journey(index: int, arrived_us: int, ttft_us: int, tpot_us: int, outputs: in
     )  # fmt: skip
 
 
-def record(*journeys: RequestRecord, instances: int = 1, label: str = "only", seed: int = 0) -> RunRecord:
-    ends_us = [journey.ended_us for journey in journeys if journey.ended_us is not None]
-    return RunRecord(label, seed, instances, 100, 16, end_us=max(ends_us, default=0), journeys=list(journeys))
+def record(*requests: RequestRecord, instances: int = 1, label: str = "only", seed: int = 0) -> RunRecord:
+    ends_us = [request_record.ended_us for request_record in requests if request_record.ended_us is not None]
+    return RunRecord(label, seed, instances, 100, 16, end_us=max(ends_us, default=0), requests=list(requests))
 
 
-def look(
+def sample(
     at_us: int, instance: int = 0, held: int = 40, cached: int = 20, running: int = 4, waiting: int = 0
 ) -> InstanceSample:
     """At an instance of 100 blocks."""
@@ -43,14 +45,14 @@ def busy_hour(
     inputs = draw.lognormal(8.8, 1.1, count).astype(np.int64).clip(10, 120_000)
     made = RunRecord(label, seed, instances, pool, 16, steps=900_000, wall_s=41.0, spans_left_out=700_000)
     for n in range(count):
-        one = journey(n, int(arrived[n]), int(ttft[n]), int(tpot[n]), int(outputs[n]), int(inputs[n]))
+        one = request_record(n, int(arrived[n]), int(ttft[n]), int(tpot[n]), int(outputs[n]), int(inputs[n]))
         one.instance = n % instances
         one.cached_tokens = one.input_tokens // 3
         one.preemptions = int(draw.random() < rush[n] * 0.2)
         one.recomputed_tokens = one.preemptions * one.input_tokens
-        made.journeys.append(one)
-    made.journeys.extend(RequestRecord(count + n, n * 1_000_000, 500, outcome=RequestOutcome.REFUSED) for n in range(25))
-    made.end_us = max(one.ended_us or 0 for one in made.journeys)
+        made.requests.append(one)
+    made.requests.extend(RequestRecord(count + n, n * 1_000_000, 500, outcome=RequestOutcome.REFUSED) for n in range(25))
+    made.end_us = max(one.ended_us or 0 for one in made.requests)
     for second in range(made.end_us // 1_000_000):
         level = np.exp(-(((second * 1e6 - end_us * 0.55) / (end_us * 0.2)) ** 2))
         for instance in range(instances):
@@ -58,7 +60,7 @@ def busy_hour(
             cached = int((pool - held) * min(0.95, second / 200))
             running = int(20 + 200 * level + draw.normal(0, 6))
             waiting = int(max(0.0, 120 * slow * (level - 0.5) + draw.normal(0, 8)))
-            made.looks.append(
+            made.samples.append(
                 InstanceSample(second * 1_000_000, instance, running, waiting, pool - held - cached, cached, held, 0, 0.3)
             )
     at_us = [0] * instances

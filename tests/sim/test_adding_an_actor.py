@@ -20,7 +20,7 @@ def beacon_class() -> Any:
     names: dict[str, Any] = {
         "Counter": Counter,
         "Host": Host,
-        "Network": SimulatedNetwork,
+        "SimulatedNetwork": SimulatedNetwork,
         "Sequence": Sequence,
         "World": World,
     }

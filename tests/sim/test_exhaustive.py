@@ -40,8 +40,8 @@ def test_the_small_world_hands_over_in_one_chunk_in_several_and_behind_a_cached_
 def test_a_crash_after_any_event_of_either_instance_breaks_no_law() -> None:
     scenario = world()
     for event in range(1, events_of(scenario) + 1):
-        for seat in range(scenario.instances):
-            strike = InjectedBlow(event, seat, BlowKind.CRASH)
+        for target in range(scenario.instances):
+            strike = InjectedBlow(event, target, BlowKind.CRASH)
             broken = struck(scenario, strike).broken
             assert broken is None, f"{strike}: {broken}"
 
@@ -65,7 +65,7 @@ def test_a_strike_hits_the_event_it_names() -> None:
 
 EQUALS, PAIR = (MIXED, MIXED), (DECODE, PREFILL)
 ROUTER = 2
-"""In the place of a seat: both worlds have two instances."""
+"""In the place of an instance: both worlds have two instances."""
 
 
 def holds(scenario: Scenario, strike: InjectedBlow) -> None:

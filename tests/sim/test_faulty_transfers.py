@@ -26,25 +26,25 @@ class Pair:
 
     def __init__(self, rates: KvRates | None = None, pulls: bool = False, fence_us: int = 100) -> None:
         self.world = World(1, events_max=10_000)
-        self.fabric = FaultyTransfers(self.world, rates or KvRates(), times(pulls, fence_us))
+        self.transfers = FaultyTransfers(self.world, rates or KvRates(), times(pulls, fence_us))
         self.giver_host, self.taker_host = Host(self.world, "P"), Host(self.world, "D")
         self.given, self.taken = self._pool(1), self._pool(0)
         self.at_giver: list[PeerEvent] = []
         self.at_taker: list[PeerEvent] = []
-        self.sender = FaultySender(self.fabric, "P", self.giver_host, self.given, self.at_giver.append)
-        self.receiver = FaultyReceiver(self.fabric, "D", self.taker_host, self.taken, self.at_taker.append)
-        self.fabric.enter("P", self._idle_receiver("P"), self.sender)
-        self.fabric.enter("D", self.receiver, self._idle_sender("D"))
+        self.sender = FaultySender(self.transfers, "P", self.giver_host, self.given, self.at_giver.append)
+        self.receiver = FaultyReceiver(self.transfers, "D", self.taker_host, self.taken, self.at_taker.append)
+        self.transfers.enter("P", self._idle_receiver("P"), self.sender)
+        self.transfers.enter("D", self.receiver, self._idle_sender("D"))
 
     def _pool(self, seed: int) -> KvView:
         pool = np.random.default_rng(seed).integers(0, 256, (BLOCKS, LAYERS * BYTES), dtype=np.uint8)
         return KvView(pool if seed else np.zeros_like(pool), ((0, BYTES), (BYTES, 2 * BYTES)), "uint8")
 
     def _idle_receiver(self, name: str) -> FaultyReceiver:
-        return FaultyReceiver(self.fabric, name, self.giver_host, self.given, self.at_giver.append)
+        return FaultyReceiver(self.transfers, name, self.giver_host, self.given, self.at_giver.append)
 
     def _idle_sender(self, name: str) -> FaultySender:
-        return FaultySender(self.fabric, name, self.taker_host, self.taken, self.at_taker.append)
+        return FaultySender(self.transfers, name, self.taker_host, self.taken, self.at_taker.append)
 
     def run(self, for_us: int = 1_000_000) -> None:
         until_us = self.world.now_us + for_us
@@ -219,7 +219,7 @@ def test_a_giver_learns_that_its_taker_is_gone() -> None:
     pair.open()
     pair.run()
     pair.taker_host.crash()
-    pair.fabric.leave("D")
+    pair.transfers.leave("D")
     pair.run()
     assert pair.at_giver == [ShipFailed(AT_GIVER, "the taker is gone")]
     pair.open()

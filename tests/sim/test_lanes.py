@@ -20,7 +20,7 @@ class Pair:
     def __init__(self, bytes_per_us: float) -> None:
         self.world = World(0, events_max=10_000)
         self.told: list[tuple[int, str, PeerEvent]] = []
-        self.lanes = TimedTransfers(KvLinkModel(LAYERS, BLOCK_BYTES, bytes_per_us * 1e6, DELAY_US))
+        self.transfers = TimedTransfers(KvLinkModel(LAYERS, BLOCK_BYTES, bytes_per_us * 1e6, DELAY_US))
         _, self.giver = self._connect("P")
         self.taker, _ = self._connect("D")
 
@@ -28,7 +28,7 @@ class Pair:
         def tell(event: PeerEvent) -> None:
             self.told.append((self.world.now_us, name, event))
 
-        return self.lanes.connect(name, Host(self.world, name), NO_KV, tell)
+        return self.transfers.connect(name, Host(self.world, name), NO_KV, tell)
 
     def open(self, request: int, blocks: int) -> tuple[Handover, Handover]:
         """The giver's and the taker's name of a granted hand-over."""
@@ -87,8 +87,8 @@ def test_a_lane_slower_than_prefill_takes_as_long_as_all_bytes_after_the_first_l
     pair.taker.verify(theirs, b"")
     pair.run()
     assert pair.when(Shipped(ours, b"")) == 1_000 + 4 * BLOCK_BYTES / 20
-    assert pair.giver.lane.busy_us == pair.taker.lane.busy_us == pytest.approx(4 * BLOCK_BYTES / 20)
-    assert pair.giver.lane.bytes == pair.taker.lane.bytes == pytest.approx(4 * BLOCK_BYTES)
+    assert pair.giver.card.busy_us == pair.taker.card.busy_us == pytest.approx(4 * BLOCK_BYTES / 20)
+    assert pair.giver.card.bytes == pair.taker.card.bytes == pytest.approx(4 * BLOCK_BYTES)
 
 
 def test_what_is_complete_already_leaves_at_once_and_in_turn() -> None:
@@ -134,10 +134,10 @@ def test_after_a_fence_nothing_leaves_lands_or_is_verified() -> None:
     pair.taker.fence(theirs)
     pair.run()
     assert [event for _, _, event in pair.told] == [Fenced(ours), Fenced(theirs)]
-    assert pair.giver.lane.bytes == 0
+    assert pair.giver.card.bytes == 0
 
 
 def test_a_lane_carries_one_piece_after_the_other() -> None:
-    lane = NetworkCard(bytes_per_s=1e6)
-    assert [lane.carry(0, 10), lane.carry(5, 10), lane.carry(100, 1)] == [10, 20, 101]
-    assert (lane.bytes, lane.busy_us) == (21, 21)
+    card = NetworkCard(bytes_per_s=1e6)
+    assert [card.transmit(0, 10), card.transmit(5, 10), card.transmit(100, 1)] == [10, 20, 101]
+    assert (card.bytes, card.busy_us) == (21, 21)

@@ -10,7 +10,7 @@ import pytest
 
 from baton.sim.perfetto import timeline, write_timeline
 from baton.sim.run_records import RequestOutcome, RequestRecord, RunRecord, StepSpan
-from tests.sim.made_records import busy_hour, journey, look, record
+from tests.sim.made_records import busy_hour, record, request_record, sample
 
 
 def written(tmp_path: Path, made: RunRecord) -> dict[str, Any]:
@@ -25,8 +25,8 @@ def events_of(loaded: dict[str, Any], ph: str) -> list[dict[str, Any]]:
 
 def small() -> RunRecord:
     made = record(
-        replace(journey(0, 1_000, 500, 10), prefill_us=200),
-        replace(journey(1, 2_000, 900, 10), preemptions=3, instance=1),
+        replace(request_record(0, 1_000, 500, 10), prefill_us=200),
+        replace(request_record(1, 2_000, 900, 10), preemptions=3, instance=1),
         RequestRecord(2, 3_000, 50, ended_us=3_500, outcome=RequestOutcome.REFUSED),
         instances=2,
     )
@@ -35,7 +35,7 @@ def small() -> RunRecord:
         StepSpan(0, 2, 1_400, 1_500, 7, 0),
         StepSpan(1, 1, 2_000, 2_700, 7, 512),
     ]
-    made.looks = [look(at, instance) for at in (0, 1_000) for instance in (0, 1)]
+    made.samples = [sample(at, instance) for at in (0, 1_000) for instance in (0, 1)]
     return made
 
 
@@ -116,16 +116,16 @@ def test_counters_hold_the_whole_pool(tmp_path: Path) -> None:
 def test_a_timeline_is_bounded_and_says_what_is_missing() -> None:
     made = small()
     made.spans_left_out = 10
-    made.journeys.append(RequestRecord(3, 3_000, 50))  # never ended, so there is no slice to draw
-    bounded, left_out = timeline(made, steps_max=2, requests_max=1, looks_max=2)
-    assert (left_out.steps, left_out.requests, left_out.looks) == (11, 3, 2)
+    made.requests.append(RequestRecord(3, 3_000, 50))  # never ended, so there is no slice to draw
+    bounded, left_out = timeline(made, steps_max=2, requests_max=1, samples_max=2)
+    assert (left_out.steps, left_out.requests, left_out.samples) == (11, 3, 2)
     assert left_out.told == "Left out of the timeline to keep it small: 11 steps, 3 requests, 2 looks."
     assert bounded.about["steps left out"] == 11
     assert sum(event.ph == "X" for event in bounded.events) == 2
     assert {event.ts for event in bounded.events if event.ph == "C"} == {0}
 
 
-@pytest.mark.parametrize("made", [RunRecord("empty", 0, 1, 100, 16), record(journey(0, 0, 100, 100))])
+@pytest.mark.parametrize("made", [RunRecord("empty", 0, 1, 100, 16), record(request_record(0, 0, 100, 100))])
 def test_little_is_still_a_timeline(made: RunRecord, tmp_path: Path) -> None:
     assert written(tmp_path, made)["otherData"]["requests left out"] == 0
     assert timeline(made)[1].told is None

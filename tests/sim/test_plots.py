@@ -8,7 +8,7 @@ import pytest
 from baton.sim.plots import RUNS_MAX, draw
 from baton.sim.report import LatencyTargets
 from baton.sim.run_records import RunRecord
-from tests.sim.made_records import busy_hour, journey, record
+from tests.sim.made_records import busy_hour, record, request_record
 
 pytest.importorskip("matplotlib")
 TARGETS = LatencyTargets(10.0, 100.0)
@@ -34,7 +34,7 @@ def test_one_run_and_several_are_drawn_at_full_size(tmp_path: Path) -> None:
 def test_what_was_not_seen_is_said_and_not_drawn(tmp_path: Path) -> None:
     """Warnings are errors here: empty axes, one moment, one request."""
     for place, made in enumerate(
-        (RunRecord("empty", 0, 1, 100, 16), record(journey(0, 0, 0, 0)), busy_hour(instances=80, count=500))
+        (RunRecord("empty", 0, 1, 100, 16), record(request_record(0, 0, 0, 0)), busy_hour(instances=80, count=500))
     ):
         draw([made], TARGETS, made.label, tmp_path / f"{place}.png")
         assert size(tmp_path / f"{place}.png") == (1400, 1000)

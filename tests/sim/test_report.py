@@ -22,7 +22,7 @@ from baton.sim.report import (
 )
 from baton.sim.report_tables import show
 from baton.sim.run_records import HandoverTotals, InstanceSample, RequestOutcome, RequestRecord, RunRecord, StepSpan
-from tests.sim.made_records import busy_hour, journey, look, record
+from tests.sim.made_records import busy_hour, record, request_record, sample
 
 TARGETS = LatencyTargets(ttft_s=1.0, tpot_ms=50.0)
 
@@ -50,7 +50,7 @@ def test_percentiles_are_exact() -> None:
 
 
 def test_latencies_are_what_the_client_saw() -> None:
-    summary = summarise(record(*(journey(n, n * 1_000_000, 200_000 * (n + 1), 10_000) for n in range(5))), TARGETS)
+    summary = summarise(record(*(request_record(n, n * 1_000_000, 200_000 * (n + 1), 10_000) for n in range(5))), TARGETS)
     assert summary.ttft_s is not None
     assert summary.tpot_ms is not None
     assert summary.e2e_s is not None
@@ -64,8 +64,12 @@ def test_latencies_are_what_the_client_saw() -> None:
 
 
 def test_goodput_needs_both_targets_and_counts_those_that_were_refused() -> None:
-    in_time, late, slow = journey(0, 0, 1_000_000, 50_000), journey(1, 0, 1_000_001, 10), journey(2, 0, 10, 50_001)
-    one_token = journey(3, 0, 900_000, 0, outputs=1)
+    in_time, late, slow = (
+        request_record(0, 0, 1_000_000, 50_000),
+        request_record(1, 0, 1_000_001, 10),
+        request_record(2, 0, 10, 50_001),
+    )
+    one_token = request_record(3, 0, 900_000, 0, outputs=1)
     refused = RequestRecord(4, 0, 10, ended_us=100, outcome=RequestOutcome.REFUSED)
     summary = summarise(record(in_time, late, slow, one_token, refused), TARGETS)
     assert summary.rates.good_share == pytest.approx(2 / 5)
@@ -75,11 +79,11 @@ def test_goodput_needs_both_targets_and_counts_those_that_were_refused() -> None
 
 
 def test_requests_that_did_not_finish_are_counted_and_nowhere_else() -> None:
-    cut = replace(journey(1, 0, 500_000_000, 1), outcome=RequestOutcome.ABORT, output_tokens=3)
+    cut = replace(request_record(1, 0, 500_000_000, 1), outcome=RequestOutcome.ABORT, output_tokens=3)
     broken, lost = (
         RequestRecord(n, 0, 10, ended_us=50, outcome=how) for n, how in ((2, RequestOutcome.ERROR), (3, RequestOutcome.LOST))
     )
-    summary = summarise(record(journey(0, 0, 100_000, 1_000), cut, broken, lost, RequestRecord(4, 0, 10)), TARGETS)
+    summary = summarise(record(request_record(0, 0, 100_000, 1_000), cut, broken, lost, RequestRecord(4, 0, 10)), TARGETS)
     counts = summary.counts
     assert (counts.finished, counts.aborted, counts.errors, counts.lost, counts.unfinished) == (1, 1, 1, 1, 1)
     assert counts.broken == 3
@@ -89,8 +93,8 @@ def test_requests_that_did_not_finish_are_counted_and_nowhere_else() -> None:
 
 
 def test_tokens_add_up() -> None:
-    first = replace(journey(0, 0, 100, 100, outputs=11, inputs=90), cached_tokens=30)
-    second = replace(journey(1, 0, 100, 100, outputs=1, inputs=10), recomputed_tokens=20, preemptions=2)
+    first = replace(request_record(0, 0, 100, 100, outputs=11, inputs=90), cached_tokens=30)
+    second = replace(request_record(1, 0, 100, 100, outputs=1, inputs=10), recomputed_tokens=20, preemptions=2)
     summary = summarise(record(first, second), TARGETS)
     assert summary.tokens.hit_rate == pytest.approx(0.3)
     assert summary.tokens.recomputed_share == pytest.approx(20 / (60 + 10 + 10 + 20))
@@ -98,12 +102,12 @@ def test_tokens_add_up() -> None:
 
 
 def test_the_ledger_and_the_queues_are_means_and_peaks_of_looks() -> None:
-    made = record(journey(0, 0, 100, 100), instances=2)
-    made.looks = [
-        look(0, 0, held=10, cached=0, running=1, waiting=0),
-        look(0, 1, held=30, cached=20, running=3, waiting=2),
-        look(5, 0, held=80, cached=20, running=8, waiting=10),
-        look(5, 1, held=0, cached=0, running=0, waiting=0),
+    made = record(request_record(0, 0, 100, 100), instances=2)
+    made.samples = [
+        sample(0, 0, held=10, cached=0, running=1, waiting=0),
+        sample(0, 1, held=30, cached=20, running=3, waiting=2),
+        sample(5, 0, held=80, cached=20, running=8, waiting=10),
+        sample(5, 1, held=0, cached=0, running=0, waiting=0),
     ]
     summary = summarise(made, TARGETS)
     assert summary.ledger is not None
@@ -114,7 +118,7 @@ def test_the_ledger_and_the_queues_are_means_and_peaks_of_looks() -> None:
 
 
 def test_busy_is_the_share_of_the_span_in_which_a_device_computed() -> None:
-    made = record(journey(0, 0, 500, 50), instances=3)  # spans 1,000 µs
+    made = record(request_record(0, 0, 500, 50), instances=3)  # spans 1,000 µs
     assert summarise(made, TARGETS).busy is None
     made.busy_us = [800, 100, 0]
     assert summarise(made, TARGETS).busy == BusyShares(0.0, 0.1, 0.8)
@@ -134,18 +138,18 @@ def test_absent_is_not_zero() -> None:
     ("spoil", "complaint"),
     [
         (lambda r: setattr(r, "pool_blocks", 0), "of 0 blocks"),
-        (lambda r: setattr(r.journeys[0], "first_us", -1), "before it arrived"),
-        (lambda r: setattr(r.journeys[0], "ended_us", 1), "ended before it began"),
-        (lambda r: setattr(r.journeys[0], "instance", 7), "instance 7"),
-        (lambda r: setattr(r.journeys[0], "cached_tokens", 101), "101 of 100 prompt tokens"),
-        (lambda r: setattr(r.journeys[0], "first_us", None), "without a first token"),
-        (lambda r: r.looks.append(look(0)._replace(free_blocks=41)), "had 101 blocks"),
-        (lambda r: r.looks.append(look(0, instance=1)), "of instance 1"),
+        (lambda r: setattr(r.requests[0], "first_us", -1), "before it arrived"),
+        (lambda r: setattr(r.requests[0], "ended_us", 1), "ended before it began"),
+        (lambda r: setattr(r.requests[0], "instance", 7), "instance 7"),
+        (lambda r: setattr(r.requests[0], "cached_tokens", 101), "101 of 100 prompt tokens"),
+        (lambda r: setattr(r.requests[0], "first_us", None), "without a first token"),
+        (lambda r: r.samples.append(sample(0)._replace(free_blocks=41)), "had 101 blocks"),
+        (lambda r: r.samples.append(sample(0, instance=1)), "of instance 1"),
         (lambda r: r.spans.append(StepSpan(0, 9, 5, 4, 1, 0)), "step 9 of instance 0 ends before"),
     ],
 )
 def test_nonsense_is_refused(spoil: object, complaint: str) -> None:
-    made = record(journey(0, 0, 100, 100))
+    made = record(request_record(0, 0, 100, 100))
     spoil(made)  # type: ignore[operator]
     with pytest.raises(BadRecord, match=complaint):
         summarise(made, TARGETS)
@@ -159,7 +163,8 @@ def test_targets_are_positive_numbers(bad: tuple[float, float]) -> None:
 
 def test_several_seeds_show_the_median_and_the_spread() -> None:
     runs = [
-        summarise(record(journey(0, 0, ttft_us, 1_000), seed=ttft_us), TARGETS) for ttft_us in (300_000, 100_000, 200_000)
+        summarise(record(request_record(0, 0, ttft_us, 1_000), seed=ttft_us), TARGETS)
+        for ttft_us in (300_000, 100_000, 200_000)
     ]
     text = shown(*runs)
     assert row(text, "TTFT s")[1] == "0.200 (0.100–0.300)"
@@ -170,7 +175,8 @@ def test_several_seeds_show_the_median_and_the_spread() -> None:
 
 def test_policies_stand_side_by_side() -> None:
     runs = [
-        summarise(record(journey(0, 0, ttft_us, 1_000), label=name), TARGETS) for name, ttft_us in (("a", 1), ("b", 10**6))
+        summarise(record(request_record(0, 0, ttft_us, 1_000), label=name), TARGETS)
+        for name, ttft_us in (("a", 1), ("b", 10**6))
     ]
     text = shown(*runs)
     assert row(text, "TTFT s, p99") == ["0.000", "1.000"]
@@ -190,7 +196,7 @@ def test_a_large_run_is_described_and_survives_its_json() -> None:
 
 
 def test_roles_are_described_apart() -> None:
-    made = record(journey(0, 0, 100_000, 1_000), instances=3)
+    made = record(request_record(0, 0, 100_000, 1_000), instances=3)
     made.roles, made.pools = ["decode", "decode", "prefill"], [100, 100, 50]
     made.busy_us = [11_000, 55_000, 110_000]
     made.handed = [
@@ -199,7 +205,7 @@ def test_roles_are_described_apart() -> None:
         HandoverTotals(3, 0, 1, 12_000, 22_000),
     ]
     made.took_us = [90_000]
-    made.looks = [look(0), look(0, 1, held=60), InstanceSample(0, 2, 1, 2, 10, 5, 25, 0, 0.5, leased_blocks=10)]
+    made.samples = [sample(0), sample(0, 1, held=60), InstanceSample(0, 2, 1, 2, 10, 5, 25, 0, 0.5, leased_blocks=10)]
     summary = summarise(made, TARGETS)
     decode, prefill = summary.roles
     assert (decode.instances, decode.handovers, decode.refused, decode.failed) == (2, 3, 1, 0)
@@ -215,6 +221,6 @@ def test_roles_are_described_apart() -> None:
 
 
 def test_runs_without_roles_say_nothing_of_them() -> None:
-    said = shown(summarise(record(journey(0, 0, 100_000, 1_000)), TARGETS))
+    said = shown(summarise(record(request_record(0, 0, 100_000, 1_000)), TARGETS))
     assert "by role" not in said
     assert "hand-over" not in said

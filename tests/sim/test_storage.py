@@ -58,7 +58,7 @@ class Bench:
     def __init__(self, rates: StoreRates | None = None, copies: CopyRates | None = None) -> None:
         self.world = World(7, events_max=10_000)
         self.store = SimulatedStore(self.world, rates or StoreRates(), StoreTimes(delay_us=400, jitter_us=0, objects_max=4))
-        self.depot = StorageModel(self.world, copies or CopyRates(), TIMES, self.store)
+        self.storage_model = StorageModel(self.world, copies or CopyRates(), TIMES, self.store)
         self.host = Host(self.world, "instance 0")
         self.heard: list[StorageEvent] = []
         self.boot()
@@ -67,7 +67,7 @@ class Bench:
         spec = InstanceSpec(0, CONFIG, scripted, FlatTimes(1_000, 10), bytes(32))
         self.life = _Quiet(self.host, SimulatedDisk(self.host, DiskRates()), spec, self.heard.append)
         self.life.start(lambda _: None)
-        self.porter = StorageCopies(self.depot, self.life)
+        self.porter = StorageCopies(self.storage_model, self.life)
         self.run()
         self.life.executor.kv.pool[:] = np.arange(BLOCKS, dtype=np.uint8)[:, None] + 1
 
@@ -93,7 +93,7 @@ class _Quiet(SimulatedInstance):
         super().__init__(host, disk, spec)
         self._told_to = heard
 
-    def hauled(self, event: StorageEvent) -> None:
+    def transfer_ended(self, event: StorageEvent) -> None:
         self._told_to(event)
 
 

@@ -1,8 +1,8 @@
-"""What was promised about carrying, checked on what one router hears from instances and says to them and to clients.
+"""Checks of a simulated router: watches its messages and acts, and raises LawBroken when a promise about requests breaks.
 
-Owns the book of one life of the router: who is a member, which choice is open where, what was delivered of it, and how its
-legs ended. It is kept from messages and acts alone, so it holds whatever the tables behind them look like inside. What was
-promised is in `leg_laws`.
+Owns the record of one life of the router: members, the instance of each open choice, what was delivered, and how attempts
+ended. The record is derived from messages and acts alone and is independent of the router's own tables. The checks
+themselves are in `attempt_laws`.
 """
 
 from __future__ import annotations
@@ -63,38 +63,38 @@ NO_ROOM = (PdCode.REFUSED, PdCode.PREEMPTED)
 
 
 class RouterExcuses(Protocol):
-    """What happened, as far as it excuses a router."""
+    """The faults that were injected, as reasons for which a router may suspect or lose an instance."""
 
     def may_be_suspected(self, instance: int) -> bool:
-        """Whether something happened to this instance, or to the way to it, that can keep it from giving a sign of life."""
+        """Whether a fault hit this instance, or its connection, that can keep its heartbeats away."""
 
     def may_be_lost(self, instance: int, accepted: bool) -> bool:
-        """Whether something happened that can end its session."""
+        """Whether a fault happened that can end its session."""
 
     def fire(self, fault: Fault, where: str) -> None: ...
 
 
 class AttemptBook(RouterWatcher):
-    def __init__(self, config: RouterConfig, witness: RouterExcuses) -> None:
+    def __init__(self, config: RouterConfig, excuses: RouterExcuses) -> None:
         super().__init__()
         self._config = config
-        self._witness = witness
+        self._excuses = excuses
         self._suspected: set[tuple[str, int]] = set()
         self.begin(0)
 
     def begin(self, now_us: int) -> None:
-        """A new life, which knows nothing."""
+        """Start with an empty record: the router process is new."""
         self._life = RouterLifeSeen(now_us, now_us, now_us)
         self._laws = AttemptLaws(self._config, self._life)
 
     def members(self) -> dict[int, set[bytes]]:
-        """By instance: what it says that it has cached."""
+        """By instance: the prefix keys that it has reported as cached."""
         return {session.instance: session.said for session in self._life.sessions.values() if session.welcomed}
 
-    # ── what happens ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def woke(self, now_us: int) -> None:
-        """The router was not awake: in that time it could suspect nobody."""
+        """The router was paused until now; silence before this moment does not count."""
         self._life.woke_us = now_us
         for session in self._life.sessions.values():
             session.sign_us = now_us
@@ -102,39 +102,42 @@ class AttemptBook(RouterWatcher):
     def connected(self, session: Session, instance: int) -> None:
         self._life.sessions[session] = SessionSeen(session, instance)
 
-    def asked(self, body: RequestNumber, group: Sequence[Submission], origin: bytes, now_us: int) -> None:
+    def asked(self, number: RequestNumber, group: Sequence[Submission], origin: bytes, now_us: int) -> None:
         choices = []
         for index, item in enumerate(group):
             choices.append(ChoiceSeen(index, item.request_id, item, item.prompt.tobytes(), max_tokens=item.max_tokens))
-        self._life.bodies[body] = self._life.origins[origin] = RequestSeen(body, origin, now_us, choices)
+        self._life.requests[number] = self._life.origins[origin] = RequestSeen(number, origin, now_us, choices)
 
-    def left(self, body: RequestNumber) -> None:
-        self._life.bodies[body].left = True
-        self._over(self._life.bodies[body])
+    def left(self, number: RequestNumber) -> None:
+        self._life.requests[number].left = True
+        self._over(self._life.requests[number])
 
-    def cut(self, body: RequestNumber, choice: int) -> None:
-        self._life.bodies[body].choices[choice].cut = True
-        self._life.touched[self._life.bodies[body].origin] = self._life.bodies[body]
+    def cut(self, number: RequestNumber, choice: int) -> None:
+        self._life.requests[number].choices[choice].cut = True
+        self._life.touched[self._life.requests[number].origin] = self._life.requests[number]
 
-    def claimed(self, body: RequestNumber) -> None:
-        self._life.bodies[body].claimed = True
-        self._perhaps_over(self._life.bodies[body])
+    def claimed(self, number: RequestNumber) -> None:
+        self._life.requests[number].claimed = True
+        self._perhaps_over(self._life.requests[number])
 
     def lost(self, session: Session) -> None:
-        """The connection is over, or was closed."""
+        """The connection broke, or the router closed it."""
         known = self._life.sessions.pop(session, None)
         if known is None or known.over:
             return
         known.over = True
-        hops = [*known.serials.values(), *(hop for leg in known.tickets.values() for hop in leg.hops)]
-        for hop in hops:
-            if hop.ended is None and not hop.called_back and hop.choice.hop is hop:
-                hop.choice.losses += 1
-                hop.choice.turned_down_by = known.name
-            hop.called_back = True
+        placements = [
+            *known.serials.values(),
+            *(placement for attempt in known.tickets.values() for placement in attempt.placements),
+        ]
+        for placement in placements:
+            if placement.ended is None and not placement.called_back and placement.choice.placement is placement:
+                placement.choice.losses += 1
+                placement.choice.turned_down_by = known.name
+            placement.called_back = True
         self._life.dead.append(known)
 
-    # ── what instances say ───────────────────────────────────────────────────────────────────────────────────────────────
+    # ── messages of instances ────────────────────────────────────────────────────────────────────────────────────────────
 
     def heard(self, number: Session, message: FromInstance, now_us: int) -> None:
         session = self._life.sessions.get(number)
@@ -150,24 +153,24 @@ class AttemptBook(RouterWatcher):
                 session.doomed = message.engine_silent_us >= self._config.suspect_us
                 self._names(session, message)
             case Accepted(ticket, serials):
-                leg = session.tickets.pop(ticket, None)
-                for hop, serial in zip(leg.hops if leg is not None else (), serials, strict=False):
-                    hop.serial, hop.opened_us = serial, now_us
-                    session.serials[serial] = hop
-                    self._touch(hop)
-                    if hop.choice.hop is not hop:  # it was found elsewhere meanwhile
-                        self._life.left_behind.append(hop)
+                attempt = session.tickets.pop(ticket, None)
+                for placement, serial in zip(attempt.placements if attempt is not None else (), serials, strict=False):
+                    placement.serial, placement.opened_us = serial, now_us
+                    session.serials[serial] = placement
+                    self._touch(placement)
+                    if placement.choice.placement is not placement:  # another instance has reported the choice meanwhile
+                        self._life.left_behind.append(placement)
             case RefusedMessage(ticket, code):
-                leg = session.tickets.pop(ticket, None)
-                for hop in leg.hops if leg is not None else ():
-                    hop.called_back = True
-                    hop.choice.turned_down_by = session.name
+                attempt = session.tickets.pop(ticket, None)
+                for placement in attempt.placements if attempt is not None else ():
+                    placement.called_back = True
+                    placement.choice.turned_down_by = session.name
                     if code in ABOUT_THE_INSTANCE:
-                        hop.choice.no_room_us = now_us
+                        placement.choice.no_room_us = now_us
                     else:
-                        hop.choice.yields += 1
+                        placement.choice.yields += 1
                 if code is RefusalCode.QUEUE_FULL:
-                    self._witness.fire(Fault.LEG_REFUSED, session.name)
+                    self._excuses.fire(Fault.LEG_REFUSED, session.name)
             case Join():
                 session.join, session.sign_us = message, now_us
                 if message.draining:
@@ -186,39 +189,39 @@ class AttemptBook(RouterWatcher):
         session.said.update(_keys(beat.named))
 
     def _ended(self, session: SessionSeen, ended: EndedRequest, now_us: int) -> None:
-        hop = session.serials.get(ended.serial)
-        if hop is None:
+        placement = session.serials.get(ended.serial)
+        if placement is None:
             return
-        hop.ended = ended
-        self._touch(hop)
-        choice = hop.choice
-        if hop.called_back or choice.hop is not hop:
+        placement.ended = ended
+        self._touch(placement)
+        choice = placement.choice
+        if placement.called_back or choice.placement is not placement:
             return
         choice.bills.append(ended.bill)
         if ended.reason is FinishReason.RESCHEDULE and ended.fault is not None and ended.fault.code in NO_ROOM:
             choice.yields += 1
             choice.yielded_at.append(session.name)
             choice.no_room_us = now_us
-            self._witness.fire(Fault.LEG_YIELDED, session.name)
+            self._excuses.fire(Fault.LEG_YIELDED, session.name)
         elif ended.reason in (FinishReason.RESCHEDULE, FinishReason.ERROR, FinishReason.ABORT):
             choice.losses += 1
             choice.turned_down_by = session.name
 
     def _holds(self, session: SessionSeen, message: HeldGroup) -> None:
-        body = self._life.origins.get(message.origin)
-        if body is None:
+        request = self._life.origins.get(message.origin)
+        if request is None:
             blank = [ChoiceSeen(index, f"{message.origin!r}.{index}", None) for index in range(message.body_choices)]
-            body = self._life.origins[message.origin] = RequestSeen(None, message.origin, 0, blank, found=True)
-        leg = AttemptSeen()
+            request = self._life.origins[message.origin] = RequestSeen(None, message.origin, 0, blank, found=True)
+        attempt = AttemptSeen()
         for line in message.lines:
-            choice = body.choices[message.choices[line.place]]
-            hop = ChoiceAtInstance(body, choice, session, leg, line.serial, line.ended)
-            leg.hops.append(hop)
-            body.hops.append(hop)
-            session.serials[line.serial] = hop
-            session.held.append(hop)
+            choice = request.choices[message.choices[line.place]]
+            placement = ChoiceAtInstance(request, choice, session, attempt, line.serial, line.ended)
+            attempt.placements.append(placement)
+            request.placements.append(placement)
+            session.serials[line.serial] = placement
+            session.held.append(placement)
 
-    # ── what the router says ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── acts of the router ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def acted(self, act: Act, now_us: int) -> None:
         if self._life.joining is not None and not _is_of_join(act, self._life.joining.number):
@@ -228,16 +231,16 @@ class AttemptBook(RouterWatcher):
                 session = self._life.sessions.get(number)
                 if session is not None:
                     self._said(session, message, now_us)
-            case DeliverTokens(body, choice, tokens, _, _, outcome):
-                self._delivered(self._life.bodies[body], choice, tokens, outcome, now_us)
+            case DeliverTokens(request, choice, tokens, _, _, outcome):
+                self._delivered(self._life.requests[request], choice, tokens, outcome, now_us)
             case CloseConnection(number):
                 self.lost(number)
-            case RequestDeclined(body, refusal):
-                self._turned_down(self._life.bodies[body], refusal, now_us)
+            case RequestDeclined(request, refusal):
+                self._turned_down(self._life.requests[request], refusal, now_us)
             case UnclaimedFound():
-                self._orphan(act, now_us)
-            case UnclaimedDropped(body):
-                self._over(self._life.bodies[body])
+                self._unclaimed_found(act, now_us)
+            case UnclaimedDropped(request):
+                self._over(self._life.requests[request])
             case FleetChanged():
                 self._changed(act)
             case _:
@@ -271,81 +274,81 @@ class AttemptBook(RouterWatcher):
         self._life.joining = session
 
     def _gives(self, address: str) -> None:
-        """Somebody is to prefill there, and will have that cached."""
+        """A request is prefilled at this address, which will have its prefix cached."""
         members = [session for session in self._life.sessions.values() if session.welcomed]
         givers = [session for session in members if session.join is not None and session.join.peer_address == address]
         for session in givers:
-            session.legs += 1
+            session.attempts += 1
         if not givers:
             raise LawBroken(RIGHT_PLACE, f"{address} shall prefill, and is not there")
 
     def _placed(self, session: SessionSeen, place: PlaceAttempt, now_us: int) -> None:
-        body = self._life.origins[place.origin]
+        request = self._life.origins[place.origin]
         if not session.serves:
-            raise LawBroken(RIGHT_PLACE, f"a leg of {body.origin!r} goes to {session.name}: {session.join}")
-        if session.join is not None and len(session.open_hops()) >= self._config.ahead * session.join.slots:
-            raise LawBroken(RIGHT_PLACE, f"{len(session.open_hops())} choices are open at {session.name}, and more come")
-        leg = session.tickets[place.ticket] = AttemptSeen()
+            raise LawBroken(RIGHT_PLACE, f"a leg of {request.origin!r} goes to {session.name}: {session.join}")
+        if session.join is not None and len(session.open_choices()) >= self._config.ahead * session.join.slots:
+            raise LawBroken(RIGHT_PLACE, f"{len(session.open_choices())} choices are open at {session.name}, and more come")
+        attempt = session.tickets[place.ticket] = AttemptSeen()
         for item, index in zip(place.group, place.choices, strict=True):
-            choice = body.choices[index]
+            choice = request.choices[index]
             same_request(choice, item)
             if item.prefill_at:
                 self._gives(item.prefill_at)
-            self._laws.may_be_placed(body, choice, session, now_us)
+            self._laws.may_be_placed(request, choice, session, now_us)
             if len(place.group) == 1:
                 self._laws.avoids(choice, session)
-            choice.legs += 1
-            session.legs += 1
-            choice.hop = hop = ChoiceAtInstance(body, choice, session, leg)
-            leg.hops.append(hop)
-            body.hops.append(hop)
+            choice.attempts += 1
+            session.attempts += 1
+            choice.placement = placement = ChoiceAtInstance(request, choice, session, attempt)
+            attempt.placements.append(placement)
+            request.placements.append(placement)
 
     def _delivered(
-        self, body: RequestSeen, index: int, tokens: list[int], outcome: ChoiceOutcome | None, now_us: int
+        self, request: RequestSeen, index: int, tokens: list[int], outcome: ChoiceOutcome | None, now_us: int
     ) -> None:
-        choice = body.choices[index]
-        if choice.outcome is None and body.left and outcome is not None and outcome.reason is FinishReason.ABORT:
+        choice = request.choices[index]
+        if choice.outcome is None and request.left and outcome is not None and outcome.reason is FinishReason.ABORT:
             choice.outcome = outcome
             return
-        if choice.outcome is not None or body.over:
+        if choice.outcome is not None or request.over:
             raise LawBroken(ENDS_ONCE, f"{choice.name} hears {tokens} {outcome} after its end")
         choice.delivered += tokens
         if outcome is None:
             return
         choice.outcome = outcome
-        self._laws.deserved(body, choice, outcome, now_us)
-        billed(body, choice, outcome)
-        self._perhaps_over(body)
+        self._laws.deserved(request, choice, outcome, now_us)
+        billed(request, choice, outcome)
+        self._perhaps_over(request)
 
-    def _perhaps_over(self, body: RequestSeen) -> None:
-        """What nobody has come for yet may still be wanted."""
-        if all(choice.outcome is not None for choice in body.choices) and (body.claimed or not body.found):
-            self._over(body)
+    def _perhaps_over(self, request: RequestSeen) -> None:
+        """The request is over when all choices have ended, unless it waits for its client to resume it."""
+        if all(choice.outcome is not None for choice in request.choices) and (request.claimed or not request.found):
+            self._over(request)
 
-    def _turned_down(self, body: RequestSeen, refusal: Refusal, now_us: int) -> None:
+    def _turned_down(self, request: RequestSeen, refusal: Refusal, now_us: int) -> None:
         if refusal.code is RefusalCode.NO_INSTANCE:
-            if not any(self._laws.gave_out(body, choice, now_us) for choice in body.choices):
+            if not any(self._laws.gave_out(request, choice, now_us) for choice in request.choices):
                 raise LawBroken(
-                    DESERVED_END, f"{body.origin!r}, {now_us - body.arrived_us} µs old, is turned down: {refusal}"
+                    DESERVED_END, f"{request.origin!r}, {now_us - request.arrived_us} µs old, is turned down: {refusal}"
                 )
-        elif any(choice.delivered for choice in body.choices):
-            raise LawBroken(DESERVED_END, f"{body.origin!r} has begun, and is turned down: {refusal}")
-        self._over(body)
+        elif any(choice.delivered for choice in request.choices):
+            raise LawBroken(DESERVED_END, f"{request.origin!r} has begun, and is turned down: {refusal}")
+        self._over(request)
 
-    def _orphan(self, act: UnclaimedFound, now_us: int) -> None:
-        body = self._life.origins[act.origin]
-        if body.over:
+    def _unclaimed_found(self, act: UnclaimedFound, now_us: int) -> None:
+        request = self._life.origins[act.origin]
+        if request.over:
             raise LawBroken(ENDS_ONCE, f"{act.origin!r} is over, and is found again as {act.request}")
-        body.body, body.arrived_us = act.request, now_us
-        self._life.bodies[act.request] = body
-        for choice, tokens, outcome in zip(body.choices, act.delivered, act.outcomes, strict=True):
+        request.number, request.arrived_us = act.request, now_us
+        self._life.requests[act.request] = request
+        for choice, tokens, outcome in zip(request.choices, act.delivered, act.outcomes, strict=True):
             choice.delivered = list(tokens or ())
             choice.outcome = outcome
 
     def _changed(self, act: FleetChanged) -> None:
         life = act.name, act.incarnation
         if act.what == "joined" and life in self._suspected:
-            self._witness.fire(Fault.ZOMBIE, act.name)
+            self._excuses.fire(Fault.ZOMBIE, act.name)
         if act.what not in ("suspected", "stuck", "lost"):
             return
         instance = next((s.instance for s in reversed(self._life.dead) if s.name == act.name and s.welcomed), None)
@@ -355,20 +358,27 @@ class AttemptBook(RouterWatcher):
             self._suspected.add(life)
         if instance is None:
             return
-        if act.what == "lost" and not self._witness.may_be_lost(instance, False):
+        if act.what == "lost" and not self._excuses.may_be_lost(instance, False):
             raise LawBroken(DESERVED_LOSS, f"{act.name}, life {act.incarnation}: {act.why}")
-        if act.what != "lost" and not self._witness.may_be_suspected(instance):
+        if act.what != "lost" and not self._excuses.may_be_suspected(instance):
             raise LawBroken(DESERVED_SUSPICION, f"{act.name}, life {act.incarnation}: {act.what}, {act.why}")
 
-    # ── after everything was said ────────────────────────────────────────────────────────────────────────────────────────
+    # ── after all acts ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def looked(self, view: RouterView, now_us: int) -> None:
         touched, self._life.touched = self._life.touched, {}
         dead, self._life.dead = self._life.dead, []
         left_behind, self._life.left_behind = self._life.left_behind, []
-        for hop in left_behind:
-            if hop.serial is not None and hop.ended is None and not hop.called_back and hop.choice.hop is not hop:
-                raise LawBroken(ONE_PLACE, f"{hop.choice.name} goes on elsewhere, and is still open at {hop.session.name}")
+        for placement in left_behind:
+            if (
+                placement.serial is not None
+                and placement.ended is None
+                and not placement.called_back
+                and placement.choice.placement is not placement
+            ):
+                raise LawBroken(
+                    ONE_PLACE, f"{placement.choice.name} goes on elsewhere, and is still open at {placement.session.name}"
+                )
         self._life.looks += 1
         if self._life.joining is not None:
             self._found_where_they_were(self._life.joining)
@@ -387,47 +397,51 @@ class AttemptBook(RouterWatcher):
         self._life.serves = serves
         if not serves or not self._life.looks % COUNT_EVERY:
             self._laws.waits_in_time(now_us)
-        for body in touched.values():
-            if body.over:
-                let_go(body)
-            for choice in body.choices:
-                at = choice.hop if choice.cut else None
+        for request in touched.values():
+            if request.over:
+                let_go(request)
+            for choice in request.choices:
+                at = choice.placement if choice.cut else None
                 if at is not None and at.is_open and at.serial is not None and not at.stopped:
                     raise LawBroken(ENDS_AT_ONCE, f"{choice.name} was cut, and {at.session.name} still computes it")
 
     def _found_where_they_were(self, session: SessionSeen) -> None:
         self._life.joining = None
         held, session.held = session.held, []
-        for hop in held:
-            choice = hop.choice
-            if hop.called_back or hop.forgotten:
+        for placement in held:
+            choice = placement.choice
+            if placement.called_back or placement.forgotten:
                 continue
-            self._touch(hop)
-            before = choice.hop
-            if hop.ended is not None:
-                choice.bills.append(hop.ended.bill)
+            self._touch(placement)
+            before = choice.placement
+            if placement.ended is not None:
+                choice.bills.append(placement.ended.bill)
             else:
-                choice.losses = max(0, choice.losses - 1)  # it was not lost after all
+                choice.losses = max(0, choice.losses - 1)  # its instance still had it
             if before is not None:
                 self._life.left_behind.append(before)
-            choice.hop = hop
+            choice.placement = placement
 
     def died(self) -> None:
-        """The router is gone. Whoever works for it keeps what it has."""
+        """The router crashed. Remember which instances still compute which request."""
         kept: dict[bytes, set[int]] = {}
-        for body in self._life.bodies.values():
-            at = [choice.hop for choice in body.choices if choice.outcome is None]
-            if not body.over and all(hop is not None and hop.serial is not None and not hop.called_back for hop in at):
-                kept[body.origin] = {hop.session.instance for hop in body.hops if not hop.session.over}
+        for request in self._life.requests.values():
+            at = [choice.placement for choice in request.choices if choice.outcome is None]
+            if not request.over and all(
+                placement is not None and placement.serial is not None and not placement.called_back for placement in at
+            ):
+                kept[request.origin] = {
+                    placement.session.instance for placement in request.placements if not placement.session.over
+                }
         self.kept = kept
         self._life.sessions.clear()
 
-    def _over(self, body: RequestSeen) -> None:
-        body.over = True
-        self._life.touched[body.origin] = body
+    def _over(self, request: RequestSeen) -> None:
+        request.over = True
+        self._life.touched[request.origin] = request
 
-    def _touch(self, hop: ChoiceAtInstance) -> None:
-        self._life.touched[hop.body.origin] = hop.body
+    def _touch(self, placement: ChoiceAtInstance) -> None:
+        self._life.touched[placement.request.origin] = placement.request
 
 
 def _is_of_join(act: Act, session: Session) -> bool:

@@ -1,4 +1,4 @@
-"""What was promised about requests that a router carries, checked on what is known of its present life."""
+"""Checks of the promises a router makes about requests and attempts, against the record of its present life."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from baton.sim.law_names import (
 from baton.sim.router_watcher import RouterView
 
 SLACK_US = 5_000
-"""Beyond the beat within which silence is noticed."""
+"""Allowance, beyond one heartbeat interval, for noticing silence."""
 KEYS_LOOKED_AT = 8
 TIMES = ("queue_us", "prefill_us", "transfer_us", "decode_us", "preemptions")
 
@@ -36,12 +36,12 @@ class AttemptLaws:
         self._config = config
         self._life = life
 
-    def may_be_placed(self, body: RequestSeen, choice: ChoiceSeen, session: SessionSeen, now_us: int) -> None:
-        config, hop = self._config, choice.hop
-        if body.over or choice.outcome is not None:
+    def may_be_placed(self, request: RequestSeen, choice: ChoiceSeen, session: SessionSeen, now_us: int) -> None:
+        config, placement = self._config, choice.placement
+        if request.over or choice.outcome is not None:
             raise LawBroken(ENDS_ONCE, f"{choice.name} has ended, and a leg of it goes to {session.name}")
-        if hop is not None and hop.ended is None and not hop.called_back:
-            raise LawBroken(ONE_PLACE, f"{choice.name} is open at {hop.session.name} and goes to {session.name}")
+        if placement is not None and placement.ended is None and not placement.called_back:
+            raise LawBroken(ONE_PLACE, f"{choice.name} is open at {placement.session.name} and goes to {session.name}")
         if choice.yields > config.preempt_retry_count or choice.losses > config.loss_retry_count:
             raise LawBroken(
                 DESERVED_END, f"{choice.name}: {choice.yields} times no room, {choice.losses} losses, and goes on"
@@ -60,29 +60,29 @@ class AttemptLaws:
         if others:
             raise LawBroken(RIGHT_PLACE, f"{choice.name} goes back to {session.name}, though {others} are there")
 
-    def gave_out(self, body: RequestSeen, choice: ChoiceSeen, now_us: int) -> bool:
-        """Whether it was tried as often and as long as it may be."""
+    def gave_out(self, request: RequestSeen, choice: ChoiceSeen, now_us: int) -> bool:
+        """Whether its retries, its deadline or the wait for an instance are exhausted."""
         config, life = self._config, self._life
         losses_max = min(config.loss_retry_count, config.fruitless_loss_count - 1)
         ran_out = choice.yields > config.preempt_retry_count or choice.losses > losses_max
         nobody = now_us >= life.served_us + config.absent_us and not any(s.serves for s in life.sessions.values())
-        return ran_out or nobody or now_us >= body.arrived_us + config.deadline_us
+        return ran_out or nobody or now_us >= request.arrived_us + config.deadline_us
 
-    def deserved(self, body: RequestSeen, choice: ChoiceSeen, outcome: ChoiceOutcome, now_us: int) -> None:
+    def deserved(self, request: RequestSeen, choice: ChoiceSeen, outcome: ChoiceOutcome, now_us: int) -> None:
         if outcome.reason in (FinishReason.STOP, FinishReason.LENGTH):
             return
-        if outcome.reason is FinishReason.ABORT and not body.claimed and body.found:
-            return  # nobody came for it
-        if not (self.gave_out(body, choice, now_us) or body.found):
-            counts = f"{choice.yields} times no room, {choice.losses} losses, open for {now_us - body.arrived_us} µs"
+        if outcome.reason is FinishReason.ABORT and not request.claimed and request.found:
+            return  # its client did not come back
+        if not (self.gave_out(request, choice, now_us) or request.found):
+            counts = f"{choice.yields} times no room, {choice.losses} losses, open for {now_us - request.arrived_us} µs"
             raise LawBroken(DESERVED_END, f"{choice.name} is given up after {counts}: {outcome}")
 
     def counted(self, view: RouterView) -> None:
         ours = {session.number: 0 for session in self._life.sessions.values() if session.welcomed}
-        for body in self._life.bodies.values():
-            for choice in body.choices:
-                if choice.hop is not None and choice.hop.is_open:
-                    ours[choice.hop.session.number] += 1
+        for request in self._life.requests.values():
+            for choice in request.choices:
+                if choice.placement is not None and choice.placement.is_open:
+                    ours[choice.placement.session.number] += 1
         theirs = view.open_at()
         if ours != theirs:
             raise LawBroken(OPEN_COUNTS, f"the router counts {theirs}, and it is {ours}")
@@ -90,34 +90,41 @@ class AttemptLaws:
     def waits_in_time(self, now_us: int) -> None:
         config, late_us = self._config, self._config.beat_us + SLACK_US
         serves = any(session.serves for session in self._life.sessions.values())
-        for body in self._life.bodies.values():
-            if body.over or (body.found and not body.claimed):
+        for request in self._life.requests.values():
+            if request.over or (request.found and not request.claimed):
                 continue
-            old_us = now_us - max(body.arrived_us, self._life.woke_us)
+            old_us = now_us - max(request.arrived_us, self._life.woke_us)
             waits = any(
-                c.outcome is None and not (c.delivered and c.hop is not None and c.hop.is_open) for c in body.choices
+                c.outcome is None and not (c.delivered and c.placement is not None and c.placement.is_open)
+                for c in request.choices
             )
             if waits and old_us > config.deadline_us + late_us:
-                raise LawBroken(WAITS_IN_TIME, f"{body.origin!r} is {old_us} µs old")
-            alone_us = now_us - max(body.arrived_us, self._life.served_us, self._life.woke_us)
-            begun = body.found or any(c.delivered or (c.hop is not None and c.hop.is_open) for c in body.choices)
+                raise LawBroken(WAITS_IN_TIME, f"{request.origin!r} is {old_us} µs old")
+            alone_us = now_us - max(request.arrived_us, self._life.served_us, self._life.woke_us)
+            begun = request.found or any(
+                c.delivered or (c.placement is not None and c.placement.is_open) for c in request.choices
+            )
             if not serves and not begun and alone_us > config.absent_us + SLACK_US:
-                raise LawBroken(WAITS_IN_TIME, f"{body.origin!r} has waited for {alone_us} µs, and nobody serves")
+                raise LawBroken(WAITS_IN_TIME, f"{request.origin!r} has waited for {alone_us} µs, and nobody serves")
         for session in self._life.sessions.values():
             due_us = max(session.drains_us + config.drain_us, self._life.woke_us, self._life.served_us_before)
             if not (session.welcomed and session.drains and serves):
                 continue
-            for hop in session.open_hops():
-                if hop.serial is not None and not hop.stopped and now_us > max(due_us, hop.opened_us) + late_us:
+            for placement in session.open_choices():
+                if (
+                    placement.serial is not None
+                    and not placement.stopped
+                    and now_us > max(due_us, placement.opened_us) + late_us
+                ):
                     raise LawBroken(
-                        DRAINS_IN_TIME, f"{hop.choice.name} is still at {session.name} since {session.drains_us}"
+                        DRAINS_IN_TIME, f"{placement.choice.name} is still at {session.name} since {session.drains_us}"
                     )
 
     def forgets_names(self, dead: SessionSeen, view: RouterView) -> None:
         for key in sorted(dead.said)[:KEYS_LOOKED_AT]:
             for number in view.holders(key):
                 holder = self._life.sessions.get(number)
-                if holder is None or (key not in holder.said and not holder.legs):
+                if holder is None or (key not in holder.said and not holder.attempts):
                     raise LawBroken(
                         TRUE_NAMES, f"{dead.name} is gone, and what it had cached is credited to session {number}"
                     )
@@ -147,28 +154,28 @@ def same_request(choice: ChoiceSeen, item: Submission) -> None:
         raise LawBroken(GOES_ON, f"{choice.name} asked for {choice.max_tokens} tokens, its leg for {item.max_tokens}")
 
 
-def billed(body: RequestSeen, choice: ChoiceSeen, outcome: ChoiceOutcome) -> None:
+def billed(request: RequestSeen, choice: ChoiceSeen, outcome: ChoiceOutcome) -> None:
     bill = outcome.bill
-    if body.found:
+    if request.found:
         return
     for name in TIMES:
         if getattr(bill, name) != sum(getattr(item, name) for item in choice.bills):
             raise LawBroken(TRUE_BILL, f"{choice.name}: {name} of {choice.bills} is not that of {bill}")
     fed = sum(item.computed_tokens + item.recomputed_tokens for item in choice.bills)
-    if bill.computed_tokens + bill.recomputed_tokens != fed or bill.attempts != choice.legs:
-        raise LawBroken(TRUE_BILL, f"{choice.name} had {choice.legs} legs with {choice.bills}, and is billed {bill}")
+    if bill.computed_tokens + bill.recomputed_tokens != fed or bill.attempts != choice.attempts:
+        raise LawBroken(TRUE_BILL, f"{choice.name} had {choice.attempts} legs with {choice.bills}, and is billed {bill}")
     least = len(choice.prompt) // 4 + outcome.generated_tokens - 1
-    whole = choice.legs == len(choice.bills) == 1 and outcome.reason is FinishReason.LENGTH
+    whole = choice.attempts == len(choice.bills) == 1 and outcome.reason is FinishReason.LENGTH
     if whole and bill.cached_tokens + bill.computed_tokens != least:
         raise LawBroken(TRUE_BILL, f"{choice.name}: {least} tokens had to be fed: {bill}")
 
 
-def let_go(body: RequestSeen) -> None:
-    """Of a body that is over: what is open is ended, and what has ended is not kept."""
-    for hop in body.hops:
-        if hop.session.over or not hop.session.welcomed or hop.serial is None or hop.called_back:
+def let_go(request: RequestSeen) -> None:
+    """Check that an ended request is cancelled where it still ran, and forgotten by the instances that hold it."""
+    for placement in request.placements:
+        if placement.session.over or not placement.session.welcomed or placement.serial is None or placement.called_back:
             continue
-        if hop.ended is None and not hop.stopped and not hop.forgotten:
-            raise LawBroken(ENDS_AT_ONCE, f"{hop.choice.name} is over, and {hop.session.name} still computes it")
-        if not hop.forgotten and all(other.ended is not None for other in hop.leg.hops):
-            raise LawBroken(FORGOTTEN, f"{hop.choice.name} is over, and {hop.session.name} keeps it")
+        if placement.ended is None and not placement.stopped and not placement.forgotten:
+            raise LawBroken(ENDS_AT_ONCE, f"{placement.choice.name} is over, and {placement.session.name} still computes it")
+        if not placement.forgotten and all(other.ended is not None for other in placement.attempt.placements):
+            raise LawBroken(FORGOTTEN, f"{placement.choice.name} is over, and {placement.session.name} keeps it")

@@ -1,4 +1,4 @@
-"""What is known of one life of a router: who is a member, which choice is open where, how its legs ended."""
+"""The record of one life of a router: members, requests, their choices, and the attempts at each instance."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from baton.core.routing.identity import RequestNumber
 
 @dataclass(slots=True, eq=False)
 class ChoiceAtInstance:
-    """A choice at an instance."""
+    """One choice placed at one instance."""
 
-    body: RequestSeen
+    request: RequestSeen
     choice: ChoiceSeen
     session: SessionSeen
-    leg: AttemptSeen
+    attempt: AttemptSeen
     serial: int | None = None
     ended: EndedRequest | None = None
     opened_us: int = 0
-    """When the instance said that it had taken it."""
+    """When the instance reported that it accepted it."""
     called_back: bool = False
-    """Cancelled, or refused, or its session is over: the choice may be elsewhere."""
+    """Cancelled, refused, or its session ended: the choice may be placed again."""
     stopped: bool = False
     forgotten: bool = False
 
     @property
     def is_open(self) -> bool:
-        if self.called_back or self.ended is not None or self.body.over:
+        if self.called_back or self.ended is not None or self.request.over:
             return False
-        return self.choice.hop is self and self.choice.outcome is None
+        return self.choice.placement is self and self.choice.outcome is None
 
 
 @dataclass(slots=True, eq=False)
 class AttemptSeen:
-    hops: list[ChoiceAtInstance] = field(default_factory=list)
+    placements: list[ChoiceAtInstance] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -48,27 +48,30 @@ class SessionSeen:
     welcomed: bool = False
     drains: bool = False
     drains_us: int = 0
-    """Since when."""
+    """When it began to drain."""
     over: bool = False
     sign_us: int = 0
     tickets: dict[int, AttemptSeen] = field(default_factory=dict)
     serials: dict[int, ChoiceAtInstance] = field(default_factory=dict)
     held: list[ChoiceAtInstance] = field(default_factory=list)
-    """What it said it has kept, until it is welcomed."""
+    """Choices that it reported as kept when it joined; empty once it is welcomed."""
     doomed: bool = False
-    """It said itself that its engine is silent."""
+    """It reported that its engine is silent."""
     said: set[bytes] = field(default_factory=set)
-    """Names of prefixes that it has cached."""
-    legs: int = 0
+    """Keys of prefixes that it has reported as cached."""
+    attempts: int = 0
 
     def drain(self, now_us: int) -> None:
         if not self.drains:
             self.drains, self.drains_us = True, now_us
 
-    def open_hops(self) -> list[ChoiceAtInstance]:
-        """Those whose choice is here, and that somebody waits for."""
-        hops = [*self.serials.values(), *(hop for leg in self.tickets.values() for hop in leg.hops)]
-        return [hop for hop in hops if hop.is_open]
+    def open_choices(self) -> list[ChoiceAtInstance]:
+        """Placements whose choice is computed here and has not ended."""
+        placements = [
+            *self.serials.values(),
+            *(placement for attempt in self.tickets.values() for placement in attempt.placements),
+        ]
+        return [placement for placement in placements if placement.is_open]
 
     @property
     def name(self) -> str:
@@ -85,59 +88,59 @@ class ChoiceSeen:
     index: int
     name: str
     asked: Submission | None
-    """As its client did; None: a router before this one was asked."""
+    """The client's submission; None when it was made to an earlier router."""
     prompt: bytes = b""
     delivered: list[int] = field(default_factory=list)
-    hop: ChoiceAtInstance | None = None
-    """Where it is."""
-    legs: int = 0
+    placement: ChoiceAtInstance | None = None
+    """Its present placement."""
+    attempts: int = 0
     losses: int = 0
     yields: int = 0
     yielded_at: list[str] = field(default_factory=list)
     turned_down_by: str = ""
-    """Who refused it last, or was lost with it."""
+    """The instance that refused it last, or was lost with it."""
     no_room_us: int | None = None
     max_tokens: int | None = None
     bills: list[Bill] = field(default_factory=list)
     outcome: ChoiceOutcome | None = None
     cut: bool = False
-    """Its client has everything it wants of it."""
+    """Its client has stopped it: it has all the tokens it wants."""
 
 
 @dataclass(slots=True, eq=False)
 class RequestSeen:
-    body: RequestNumber | None
+    number: RequestNumber | None
     origin: bytes
     arrived_us: int
     choices: list[ChoiceSeen]
-    hops: list[ChoiceAtInstance] = field(default_factory=list)
+    placements: list[ChoiceAtInstance] = field(default_factory=list)
     over: bool = False
     left: bool = False
-    """Its client is gone, or none came for it."""
+    """Its client disconnected, or did not come back to resume it."""
     found: bool = False
-    """A router before this one was asked for it."""
+    """It was submitted to an earlier router and reported by an instance."""
     claimed: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class RouterLifeSeen:
-    """One life of a router, as far as messages and acts tell of it."""
+    """One life of a router, as seen in its messages and acts."""
 
     woke_us: int
     served_us: int
-    """When somebody last served."""
+    """When an instance last served."""
     served_us_before: int
-    """Since when somebody has."""
+    """The last time at which no instance served."""
     sessions: dict[Session, SessionSeen] = field(default_factory=dict)
-    bodies: dict[RequestNumber, RequestSeen] = field(default_factory=dict)
+    requests: dict[RequestNumber, RequestSeen] = field(default_factory=dict)
     origins: dict[bytes, RequestSeen] = field(default_factory=dict)
     touched: dict[bytes, RequestSeen] = field(default_factory=dict)
     dead: list[SessionSeen] = field(default_factory=list)
-    """Since everything was last looked at."""
+    """Sessions that ended since the last check."""
     left_behind: list[ChoiceAtInstance] = field(default_factory=list)
-    """Where choices were that have been found elsewhere."""
+    """Former placements of choices that another instance has reported."""
     looks: int = 0
     joining: SessionSeen | None = None
-    """Just welcomed: what it holds and nobody wants is about to be said."""
+    """Just welcomed; cancellations of what it holds in vain follow at once."""
     serves: bool = False
-    """Whether somebody served when everything was last looked at."""
+    """Whether an instance served at the last check."""

@@ -1,7 +1,7 @@
-"""What a client asks in a fuzzed world, and how it behaves: drawn from the seed, one stream a request.
+"""Requests of clients in a fuzzed world and how each client behaves: drawn from the seed, one random stream per request.
 
-Owns the draw and nothing else. A request's own stream makes it independent of its neighbours, so that leaving some out
-(when a failure is shrunk) leaves the others as they were.
+Owns only the draw. Each request has its own stream, so leaving some requests out (when a failure is shrunk) does not change
+the others.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ class ClientRequest:
     choices: int
     sampling: Sampling
     max_tokens: int | None
-    """None: as many as fit."""
+    """None: up to the context length."""
     salt: bytes
     priority: int
     impossible: bool
     think_us: int
-    """After the former request of the same user."""
+    """Pause after the user's previous request."""
     patience_us: int | None
-    """How long the client waits before it disconnects; None: until the end."""
+    """Time until the client disconnects; None: it waits for the end."""
     stop_after: int | None
-    """The client finds a stop string after so many tokens."""
+    """The number of tokens after which the client finds a stop string."""
     reads_every_us: int | None
-    """A slow reader takes one burst at a time."""
+    """Interval at which a slow client reads one burst; None: it reads at once."""
 
     def group(self, before: tuple[int, ...]) -> tuple[Submission, ...]:
-        """`before`: what this user's conversation holds so far."""
+        """`before`: the tokens of the user's conversation so far."""
         prompt = frozen_tokens(np.array(before + self.prompt, dtype=np.int32))
         leader = RequestId(f"{self.index}.0")
         return tuple(
@@ -72,7 +72,7 @@ def _choice(sampling: Sampling, choice: int) -> Sampling:
 
 
 def draw_ask(stream: random.Random, index: int, config: WorkerConfig, rates: FaultRates, seed: int) -> ClientRequest:
-    """Everything is drawn whether it is used or not: without a class of faults, the rest of the ask is the same."""
+    """Draw one request. All values are drawn even if unused, so that a fault class left out does not change the rest."""
     longest = config.sequence_tokens_max
     prompt_tokens = stream.randint(1, min(24, max(1, longest // 2)))
     room = longest - prompt_tokens
@@ -112,7 +112,7 @@ def _made_impossible(ask: ClientRequest, kind: int, longest: int) -> ClientReque
 
 
 def _prompt(stream: random.Random, tokens: int, seed: int) -> tuple[int, ...]:
-    """Prompts begin like others do, so that the prefix cache has something to find."""
+    """Prompts share beginnings, so that the prefix cache gets hits."""
     shared = stream.randint(0, tokens)
     base = seed + stream.randrange(TEMPLATES) * 17
     begins = tuple((base + at * at) % VOCABULARY for at in range(shared))
@@ -120,7 +120,7 @@ def _prompt(stream: random.Random, tokens: int, seed: int) -> tuple[int, ...]:
 
 
 def probe_ask(index: int, prompt: tuple[int, ...] = (1, 2, 3)) -> ClientRequest:
-    """A plain question that must be answered in full."""
+    """A plain request that must be answered in full."""
     return ClientRequest(
         index=index,
         prompt=prompt,

@@ -1,8 +1,8 @@
-"""Clients of a fuzzed world: users who ask one thing after another, some impatient, some slow to read.
+"""Clients of a fuzzed world: users who send one request after another; some disconnect early, some read slowly.
 
-Owns what each client has seen. A user is a chain of asks: a chain of one is an arrival of an open loop, a longer one a user
-who waits for each answer before the next question (a closed loop), and one that carries its history a conversation of
-several rounds. Every client compares what it gets with what an undisturbed run would have said, as it comes.
+Owns the tokens that each client has received. A user is a chain of requests: a chain of one is an arrival of an open loop, a
+longer one waits for each answer before the next request (a closed loop), and one that keeps its history is a conversation.
+Every client compares the tokens it gets with those of an undisturbed run, as they arrive.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ from baton.sim.world import Host
 from baton.wire.request_table import LostEntry
 
 RETRY_US = 30_000
-"""A user whom nobody could serve asks the next thing a little later."""
+"""Pause before a user's next request, on top of its think time."""
 RESUME_SHARE = 0.75
-"""Of the clients that lose their router in the middle of an answer; the others give up."""
+"""Share of clients that resume after the router crashed during their answer; the others give up."""
 RESUME_EVERY_US = 40_000
 RESUME_PATIENCE_US = 1_500_000
 NOTICED_US = 400_000
-"""A client that has lost its router comes back within so long."""
+"""Longest delay until a client that lost its router comes back."""
 
 Entrance = FrontEnd | RouterHost
-"""Where a user asks."""
+"""The process to which users send requests."""
 
 
 @dataclass(slots=True)
 class _Answer:
-    """One choice of an ask, as its client sees it."""
+    """One choice of a request, as its client sees it."""
 
     name: str
     submission: Submission
     expected: list[int]
     got: list[int] = field(default_factory=list)
     keep: int | None = None
-    """Where the client cut it off."""
+    """The number of tokens at which the client stopped it."""
     cached_tokens: int | None = None
-    """As it was told with the first token."""
+    """As reported with the first token."""
     heard: list[int] = field(default_factory=list)
-    """Everything that has come, read or not."""
+    """All tokens received, read or not."""
     position: int = 0
-    """How much of it this connection has brought: after a resumption, some comes again."""
+    """Tokens received on this connection; after a resumption, tokens are repeated."""
     cut_again: bool = False
-    """It was cut, and the router that was told so is gone."""
+    """It was stopped, but the router that got the order is gone, so the order must be repeated."""
     over: bool = False
 
     def new_of(self, tokens: list[int]) -> list[int]:
-        """Less what was heard before, which must be the same."""
+        """The tokens beyond those received before; repeated tokens must be equal."""
         again = self.heard[self.position : self.position + len(tokens)]
         if tokens[: len(again)] != again:
             raise LawBroken(SAME_TOKENS, f"{self.name} had {again} at {self.position}, and now hears {tokens}")
@@ -67,11 +67,11 @@ class _Answer:
 
 
 class SimulatedClient:
-    """One ask, from submission until every choice has ended."""
+    """One request, from submission until every choice has ended."""
 
     def __init__(self, user: SimulatedUser, ask: ClientRequest, before: tuple[int, ...]) -> None:
         self.ask = ask
-        self.judge = user.judge
+        self.checker = user.checker
         self.host = user.host
         self._user = user
         self._group = ask.group(before)
@@ -82,11 +82,11 @@ class SimulatedClient:
         self._reading = False
         self._entrance: Entrance | None = None
         self._resumed = False
-        """It has lost a router in the middle of its answer."""
+        """The router was lost during its answer."""
 
     @property
     def first_answer(self) -> tuple[int, ...]:
-        """What a conversation goes on from."""
+        """Prompt and answer, which the next round of a conversation continues."""
         return tuple(int(token) for token in self._group[0].prompt) + tuple(self._answers[0].got)
 
     @property
@@ -100,20 +100,20 @@ class SimulatedClient:
 
     def submit(self, front: Entrance) -> None:
         for submission in self._group:
-            expected = [] if self.ask.impossible else self.judge.expected(submission, self._tokens_at_most)
+            expected = [] if self.ask.impossible else self.checker.expected(submission, self._tokens_at_most)
             self._answers.append(_Answer(submission.request_id, submission, expected))
         self._entrance = front
         self._note(f"asks: {len(self._group[0].prompt)} tokens, {len(self._group)} choices")
         self._booking = front.submit(self._group, self)
         if self._booking is None:
             self._note("finds nobody to serve it")
-            self.judge.found_nobody(self.name, len(self._answers), front.serving())
+            self.checker.found_nobody(self.name, len(self._answers), front.serving())
             self._end_all()
             return
         if self.ask.patience_us is not None:
             self.host.after(self.ask.patience_us, self.leave)
 
-    # ── what the front end tells ─────────────────────────────────────────────────────────────────────────────────────────
+    # ── called by the front end or router ────────────────────────────────────────────────────────────────────────────────
 
     def opened(self) -> None:
         if self._booking is not None:
@@ -123,17 +123,17 @@ class SimulatedClient:
         if self.ask.impossible:
             self.host.world.fire(Fault.NONSENSE, self.name)
         self._note(f"is refused: {refusal.code}")
-        self.judge.refused(self.name, refusal, self.ask.impossible)
+        self.checker.refused(self.name, refusal, self.ask.impossible)
         self._end_all()
 
     def progress(self, place: int, tokens: list[int], begin: int, end: int, cached: int | None, ended: Ended | None) -> None:
         answer = self._answers[place]
         if answer.over and self._resumed:
-            return  # it has had this choice from a router before this one
+            return  # an earlier router has delivered this choice
         tokens = answer.new_of(tokens[begin:end])
         answer.cached_tokens = cached if cached is not None else answer.cached_tokens
         self._hear(place, tokens, ended)
-        # Last: a router that has nobody at work on it ends it at once, and that is heard after what came before.
+        # Last: a router that has no instance computing it ends it at once, and that end must follow the tokens before it.
         if answer.cut_again and answer.keep is not None and answer.position >= answer.keep and self._booking is not None:
             answer.cut_again = False
             if not answer.over:
@@ -154,17 +154,17 @@ class SimulatedClient:
             self._read(*self._unread.popleft())
         self._note(f"loses its instance: {end.reason}")
         instance = self._booking.instance if isinstance(self._booking, SubmittedGroup) else 0
-        self.judge.lost(self.name, instance, end)
+        self.checker.lost(self.name, instance, end)
         for answer in self._answers if place is None else [self._answers[place]]:
             self._end(answer)
 
     def placed(self, where: str) -> None:
-        """Of no interest: the router may have it go on anywhere."""
+        """Ignored: the router may place it anywhere."""
 
-    # ── a router that is gone ────────────────────────────────────────────────────────────────────────────────────────────
+    # ── router crashes ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def gone(self) -> None:
-        """The connection broke. Whoever has had an answer begun may come back for the rest of it."""
+        """The connection broke. A client whose answer has begun may come back for the rest."""
         while self._unread:
             self._read(*self._unread.popleft())
         if not self.open:
@@ -180,21 +180,21 @@ class SimulatedClient:
         self.host.after(stream.randrange(1, NOTICED_US), self._resume, self.host.world.now_us)
 
     def _resume(self, lost_us: int) -> None:
-        gate = self._entrance
-        if not isinstance(gate, RouterHost) or not self.open:
+        router_host = self._entrance
+        if not isinstance(router_host, RouterHost) or not self.open:
             return
-        claimed = gate.claim(self._group, self)
+        claimed = router_host.claim(self._group, self)
         if claimed is not None:
             self._go_on(*claimed)
         elif self.host.world.now_us - lost_us > RESUME_PATIENCE_US:
-            self.judge.not_resumed(self.name, self._group[0].request_id.encode(), lost_us)
+            self.checker.not_resumed(self.name, self._group[0].request_id.encode(), lost_us)
             self._give_up("finds nothing of its answer", "not resumed")
         else:
             self.host.after(RESUME_EVERY_US, self._resume, lost_us)
 
-    def _go_on(self, passage: RouterRequest, found: UnclaimedAnswer) -> None:
-        """With what an instance has kept for it, after what it has had."""
-        self._booking = passage
+    def _go_on(self, request: RouterRequest, found: UnclaimedAnswer) -> None:
+        """Continue with the tokens an instance has kept, after those already received."""
+        self._booking = request
         self.host.world.fire(Fault.RESUMED, self.name)
         for place, answer in enumerate(self._answers):
             answer.position = 0
@@ -208,10 +208,10 @@ class SimulatedClient:
         self._unread.clear()
         for answer in self._answers:
             if not answer.over:
-                self.judge.ends[end] += 1
+                self.checker.ends[end] += 1
                 self._end(answer)
 
-    # ── what the client does ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the client ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _read_next(self) -> None:
         if not self._unread:
@@ -227,14 +227,14 @@ class SimulatedClient:
         if answer.over:
             raise LawBroken(ENDS_ONCE, f"{answer.name} heard {tokens} {ended} after its end")
         if answer.keep is None:
-            self.judge.tokens(answer.name, len(answer.got), tokens, answer.expected)
+            self.checker.tokens(answer.name, len(answer.got), tokens, answer.expected)
             answer.got.extend(tokens)
             if len(answer.got) > len(answer.expected):
                 raise LawBroken(SAME_TOKENS, f"{answer.name} got {len(answer.got)} of {len(answer.expected)} tokens")
             self._look_for_stop(place, answer)
         if ended is not None:
             self._note(f"{place} ends: {ended.reason} after {ended.generated_tokens}")
-            self.judge.ended(
+            self.checker.ended(
                 answer.name,
                 ended,
                 answer.submission,
@@ -244,7 +244,7 @@ class SimulatedClient:
                 self._left,
                 self._resumed,
             )
-            self.judge.bill(
+            self.checker.bill(
                 answer.name, answer.submission, ended, answer.cached_tokens, self._user.preemptions_max, self._resumed
             )
             self._end(answer)
@@ -257,13 +257,13 @@ class SimulatedClient:
             self._booking.stop(place, after)
 
     def leave(self) -> None:
-        """It disconnects, if it has anything open."""
+        """Disconnect, if a choice is open."""
         if self._booking is None or not self.open or self._left:
             return
         self._left = True
         early = self._booking.is_early
         self.host.world.fire(Fault.EARLY_DISCONNECT if early else Fault.DISCONNECT, self.name)
-        if self._booking.leave():  # nobody will hear of it any more
+        if self._booking.leave():  # no further events will be delivered
             self._give_up("leaves", "left early" if early else "left")
 
     def _end_all(self) -> None:
@@ -292,7 +292,7 @@ class SimulatedUser:
         self,
         host: Host,
         front: Entrance,
-        judge: LawChecker,
+        checker: LawChecker,
         asks: Sequence[ClientRequest],
         *,
         converses: bool,
@@ -300,10 +300,10 @@ class SimulatedUser:
         preemptions_max: int,
     ) -> None:
         self.host = host
-        self.judge = judge
+        self.checker = checker
         self.preemptions_max = preemptions_max
         self.client: SimulatedClient | None = None
-        """The one that is open."""
+        """The open one."""
         self.made = 0
         self._front = front
         self._asks = deque(asks)

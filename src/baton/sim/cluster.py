@@ -1,9 +1,9 @@
-"""A workload on a cluster, in virtual time: what `baton sim run` and the benchmarks measure.
+"""A workload on a cluster in virtual time, as `baton sim run` and the benchmarks measure it.
 
-Owns one run: the instances, front end or router of `scenario`, connected by pipes and lanes on which nothing goes wrong;
-devices that take as long as a model of step times says and compute nothing; clients that know how long their answers will
-be. Where the cluster is split, the last instances prefill for the others, KV travels as `lanes` says, and clients see only
-those that decode. Memory grows with requests and looks, never with tokens.
+Owns one run without faults: instances and a front end or router, connected by `lines.Pipes`; devices that take the time a
+step-time model gives and compute nothing; clients that know the length of their answers. In a split cluster the last
+instances prefill for the others, KV moves as in `timed_transfers`, and clients are served only by those that decode. Memory
+grows with requests and samples, never with tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from baton.sim.device import StepTimeModel
 from baton.sim.faults import DiskRates
 from baton.sim.front_end import FrontEnd, InstanceTable
 from baton.sim.instance import InstanceSpec, SimulatedInstance
-from baton.sim.instance_host import FRONT, InstanceHost, seat_name
+from baton.sim.instance_host import FRONT, InstanceHost, instance_name
 from baton.sim.lines import Pipes
 from baton.sim.router_host import RouterHost
 from baton.sim.run_records import (
@@ -50,33 +50,33 @@ FOR_EVER_US = 10**15
 SECRET = bytes(32)
 ANY_TOKEN = 2**31 - 1
 TICK_IN_FLIGHT_US = 20_000
-"""As the engine process looks at its peers while a step computes."""
+"""Interval of lease checks while a step computes, as in the engine process."""
 NO_TOKENS: Tokens = np.empty(0, dtype=np.int32)
 UNIQUE_FROM = 1 << 24
-"""Token values from here on are one request's own; below are those of prefix ids."""
+"""Token values from here on are unique to one request; lower values stand for prefix ids."""
 
 
 class RunFailed(BatonError):
-    """The run could not be carried to its end, or its answers are not what was asked for."""
+    """The run could not finish, or an answer has the wrong length."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """One request that a client will make."""
+    """One request that a client will send."""
 
     at_us: int | None
-    """Open loop: when. None: when a client is free; or, in a session, after the call before."""
+    """Arrival time in an open loop. None: when a client is free or, in a session, after the previous call."""
     input_tokens: int
-    """In a session: what this round adds to the former prompts and answers."""
+    """In a session: the tokens this round adds to the former prompts and answers."""
     output_tokens: int
-    """What it will really generate; the scheduler learns it when the stop token comes."""
+    """Tokens it will really generate; the scheduler learns the number with the stop token."""
     max_tokens: int
-    """What the client declares."""
+    """The limit that the client declares."""
     prefix_ids: tuple[int, ...] = ()
-    """Equal leading ids mean equal text, PREFIX_ID_TOKENS each; the rest of the prompt is the request's own."""
+    """Equal leading ids mean equal text, PREFIX_ID_TOKENS each; the rest of the prompt is unique to the request."""
     session: int | None = None
     think_us: int = 0
-    """Pause after the former call of the session."""
+    """Pause after the previous call of the session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +84,12 @@ class PrefillDecodeSplit:
     """Some instances prefill for all others."""
 
     givers: int
-    """How many of the instances, the last ones, only prefill; the others decode."""
+    """Number of instances, the last ones, that only prefill; the others decode."""
     config: WorkerConfig
-    """Of the givers, role aside."""
+    """Configuration of the instances that prefill; their role is set by the run."""
     times: StepTimeModel
-    """Of the givers."""
-    road: KvLinkModel
+    """Step times of the instances that prefill."""
+    kv_link: KvLinkModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,26 +105,26 @@ class RunSpec:
     network_us: int = 100
     """One way, between the front end and an instance."""
     host_us: int = 0
-    """What the front end spends on a request before it is submitted (HTTP, tokenising), one after the other."""
+    """Front-end time per request before it is submitted (HTTP, tokenising); requests pass one after the other."""
     look_every_us: int = 1_000_000
     spans_max: int = 200_000
     split: PrefillDecodeSplit | None = None
     """None: every instance does everything."""
     metered: bool = False
-    """Whether to take the CPU time of passes; the run itself does not depend on it."""
+    """Whether to measure the CPU time of passes; the run itself does not depend on it."""
     chosen: Callable[[Sequence[int]], int] | None = None
-    """By whom the next request is served, from the prompt tokens that wait at each for their first token; None: in turn."""
+    """Picks the instance of the next request, given the prompt tokens waiting at each for a first token; None: in turn."""
     route: RoutingPolicy | None = None
-    """Instead, a router in front of all instances decides, as in service."""
+    """Place requests with the production router under this policy; None: with the front end."""
 
     @property
     def takers(self) -> int:
-        """Instances that clients are served by; they come first."""
+        """Number of instances that serve clients; they come first."""
         return self.instances - (self.split.givers if self.split is not None else 0)
 
 
 def simulate(spec: RunSpec, progress: Callable[[int], None] = lambda _ended: None) -> RunRecord:
-    """`progress` is told how many more requests have ended."""
+    """Run it; `progress` is called with the number of requests that have newly ended."""
     return _Cluster(spec, progress).run()
 
 
@@ -140,25 +140,25 @@ class _Cluster:
         self.progress = progress
         self.ended = 0
         self._prefix_tokens: dict[int, int] = {}
-        """The token that stands for the text of each prefix id; ids may be any numbers."""
+        """The token value that stands for the text of each prefix id; ids may be any numbers."""
         self.queued_tokens = [0] * spec.takers
-        """Of prompts without a first token, by instance."""
+        """Prompt tokens of requests without a first token, by instance."""
         self._free_us = 0
-        """When the front end has dealt with what has arrived."""
+        """When the front end will have processed all requests that arrived."""
         self._spans: deque[StepSpan] = deque(maxlen=spec.spans_max)
         self._lines = Pipes(spec.network_us)
-        self._lanes = None if spec.split is None else TimedTransfers(spec.split.road)
-        self._peers_lines = None if spec.split is None else Pipes(spec.split.road.delay_us)
-        self._gate = None if spec.route is None else self._make_gate(spec.route)
-        self._seats = [self._start(number) for number in range(spec.instances)]
-        self.numbers = {seat.name: seat.number for seat in self._seats}
-        """Of instances, by name."""
+        self._transfers = None if spec.split is None else TimedTransfers(spec.split.kv_link)
+        self._peers_lines = None if spec.split is None else Pipes(spec.split.kv_link.delay_us)
+        self._router_host = None if spec.route is None else self._make_router(spec.route)
+        self._nodes = [self._start(number) for number in range(spec.instances)]
+        self.numbers = {node.name: node.number for node in self._nodes}
+        """Instance numbers by name."""
         self._chains = _chains(spec.calls)
 
     def run(self) -> RunRecord:
         began_s = time.perf_counter()
         self._begin_load()
-        self.world.after(self.spec.look_every_us, self._look)
+        self.world.after(self.spec.look_every_us, self._sample)
         world, calls = self.world, len(self.spec.calls)
         while self.ended < calls:
             if world.next_us is None:
@@ -170,8 +170,8 @@ class _Cluster:
 
     # ── instances ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _make_gate(self, policy: RoutingPolicy) -> RouterHost:
-        # Everybody may wait as long as it takes: what is measured is where requests go, not when they are given up.
+    def _make_router(self, policy: RoutingPolicy) -> RouterHost:
+        # Requests may wait without limit: a run measures placement, not when requests are given up.
         config = RouterConfig(policy=policy, deadline_us=FOR_EVER_US, absent_us=FOR_EVER_US, waiting_max=FOR_EVER_US)
         return RouterHost(self.world, self._lines, config, self.spec.instances, SECRET, seed=self.spec.seed)
 
@@ -179,26 +179,26 @@ class _Cluster:
         meter = PassMeter() if self.spec.metered else None
         if meter is not None:
             self.record.meters.append(meter)
-        counter = self.front.counters[number] if self._gate is None else None
-        seat = InstanceHost(
+        instance_table = self.front.instance_tables[number] if self._router_host is None else None
+        node = InstanceHost(
             self.world,
             self._lines,
             self._instance_spec(number, meter),
-            counter,
+            instance_table,
             DiskRates(),
-            fabric=self._lanes,
+            transfers=self._transfers,
             peers=self._peers_of(number),
             peers_lines=self._peers_lines,
         )
-        self.record.roles.append(seat.role.name)
-        if counter is not None and seat.role.serves:
-            theirs, ours = seat.ends
-            counter.line = line = self._lines.initiator(self.host, ours, theirs, counter)
+        self.record.roles.append(node.role.name)
+        if instance_table is not None and node.role.serves:
+            theirs, ours = node.ends
+            instance_table.line = line = self._lines.initiator(self.host, ours, theirs, instance_table)
             line.open()
-        seat.boot()
-        if self.spec.spans_max and seat.instance is not None:
-            seat.instance.device.spans = self._spans
-        return seat
+        node.boot()
+        if self.spec.spans_max and node.instance is not None:
+            node.instance.device.spans = self._spans
+        return node
 
     def _instance_spec(self, number: int, meter: PassMeter | None) -> InstanceSpec:
         spec, split = self.spec, self.spec.split
@@ -212,11 +212,11 @@ class _Cluster:
         return InstanceSpec(number, config, self._executor, times, SECRET, tick_us, meter)
 
     def _peers_of(self, number: int) -> list[str]:
-        """Every taker knows every giver."""
+        """Every instance that decodes is a peer of every one that prefills."""
         if self.spec.split is None:
             return []
         takers, all_of_them = range(self.spec.takers), range(self.spec.instances)
-        return [seat_name(other) for other in all_of_them if (other in takers) != (number in takers)]
+        return [instance_name(other) for other in all_of_them if (other in takers) != (number in takers)]
 
     def _executor(self, shape: ExecutorShape) -> CountingExecutor:
         executor = CountingExecutor(shape, lambda seed: self.spec.calls[seed].output_tokens)
@@ -243,13 +243,13 @@ class _Cluster:
         self._arrive_next()
 
     def spend_host(self) -> int:
-        """Microseconds until the front end has dealt with one more request."""
+        """Microseconds until the front end has processed one more request."""
         now_us = self.world.now_us
         self._free_us = max(now_us, self._free_us) + self.spec.host_us
         return self._free_us - now_us
 
     def prompt(self, index: int, call: PlannedRequest) -> Tokens:
-        """Text that is shared where the prefix ids are, and the request's own after them."""
+        """Shared tokens for the prefix ids, then tokens unique to the request."""
         ids = [self._prefix_tokens.setdefault(name, len(self._prefix_tokens)) for name in call.prefix_ids]
         if len(self._prefix_tokens) > UNIQUE_FROM:
             raise RunFailed(f"the calls name more than {UNIQUE_FROM:,} different prefixes")
@@ -258,13 +258,13 @@ class _Cluster:
         return np.concatenate((shared, own), dtype=np.int32)
 
     def submit(self, submission: Submission, client: _Client) -> None:
-        if self._gate is not None:
-            self._gate.submit((submission,), client)
+        if self._router_host is not None:
+            self._router_host.submit((submission,), client)
             return
         if self.spec.chosen is None:
             booking = self.front.submit((submission,), client)
         else:
-            booking = self.front.counters[self.spec.chosen(self.queued_tokens)].submit((submission,), client)
+            booking = self.front.instance_tables[self.spec.chosen(self.queued_tokens)].submit((submission,), client)
         if booking is None:
             raise RunFailed("no instance serves")
         self.queued_tokens[booking.instance] += len(submission.prompt)
@@ -274,17 +274,17 @@ class _Cluster:
         self.ended += 1
         self.progress(1)
 
-    # ── what is left behind ──────────────────────────────────────────────────────────────────────────────────────────────
+    # ── records ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def _instances(self) -> list[SimulatedInstance]:
-        return [seat.instance for seat in self._seats if seat.instance is not None]
+        return [node.instance for node in self._nodes if node.instance is not None]
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         for instance in self._instances:
             gauges = instance.require_worker().gauges()
             blocks = gauges.blocks
-            self.record.looks.append(
+            self.record.samples.append(
                 InstanceSample(
                     self.world.now_us - _SETTLED_US,
                     instance.spec.number,
@@ -298,7 +298,7 @@ class _Cluster:
                     blocks.leased + blocks.receiving,
                 )
             )
-        self.world.after(self.spec.look_every_us, self._look)
+        self.world.after(self.spec.look_every_us, self._sample)
 
     def _conclude(self) -> None:
         record = self.record
@@ -310,38 +310,38 @@ class _Cluster:
             span._replace(begin_us=span.begin_us - _SETTLED_US, end_us=span.end_us - _SETTLED_US) for span in self._spans
         ]
         record.spans_left_out = record.steps - len(record.spans)
-        if self._lanes is None:
+        if self._transfers is None:
             record.roles.clear()
         else:
             record.pools = [instance.spec.config.blocks for instance in self._instances]
-            record.handed = [_handed(instance, self._lanes) for instance in self._instances]
-            record.took_us = [us for seat in self._seats if seat.neighbours is not None for us in seat.neighbours.took_us]
-        for journey in record.journeys:
-            wanted = self.spec.calls[journey.index].output_tokens
-            if journey.outcome in (RequestOutcome.STOP, RequestOutcome.LENGTH) and journey.output_tokens != wanted:
-                raise RunFailed(f"request {journey.index} got {journey.output_tokens} tokens, not {wanted}")
+            record.handed = [_handed(instance, self._transfers) for instance in self._instances]
+            record.took_us = [us for node in self._nodes if node.neighbours is not None for us in node.neighbours.took_us]
+        for request in record.requests:
+            wanted = self.spec.calls[request.index].output_tokens
+            if request.outcome in (RequestOutcome.STOP, RequestOutcome.LENGTH) and request.output_tokens != wanted:
+                raise RunFailed(f"request {request.index} got {request.output_tokens} tokens, not {wanted}")
 
 
-def _handed(instance: SimulatedInstance, lanes: TimedTransfers) -> HandoverTotals:
-    gauges, both = instance.require_worker().gauges().handovers, lanes.of(instance.host.name)
+def _handed(instance: SimulatedInstance, transfers: TimedTransfers) -> HandoverTotals:
+    gauges, both = instance.require_worker().gauges().handovers, transfers.of(instance.host.name)
     return HandoverTotals(
         made=gauges.made,
         refused=gauges.refused,
         failed=gauges.not_delivered + gauges.preempted + gauges.timed_out,
-        bytes=round(sum(lane.bytes for lane in both)),
-        busy_us=round(sum(lane.busy_us for lane in both)),
+        bytes=round(sum(card.bytes for card in both)),
+        busy_us=round(sum(card.busy_us for card in both)),
     )
 
 
 Chain = list[tuple[int, PlannedRequest]]
-"""Calls that follow each other, with their indices."""
+"""Consecutive calls of one client, with their indices."""
 
 _SETTLED_US = 10_000
-"""Before this the instances start; the clocks of records count from here."""
+"""Time for instances to start; times in records count from here."""
 
 
 def _chains(calls: Sequence[PlannedRequest]) -> list[Chain]:
-    """A session is a chain; every other call is one of its own."""
+    """Each session is a chain; every other call is a chain of one."""
     chains: list[Chain] = []
     of_session: dict[int, Chain] = {}
     for index, call in enumerate(calls):
@@ -356,14 +356,14 @@ def _chains(calls: Sequence[PlannedRequest]) -> list[Chain]:
 
 
 class _Client:
-    """Goes through chain after chain, one call at a time."""
+    """Sends the calls of one chain after another, one call at a time."""
 
     def __init__(self, cluster: _Cluster, chains: Iterator[Chain]) -> None:
         self._cluster = cluster
         self._chains = chains
         self._chain: deque[tuple[int, PlannedRequest]] = deque()
         self._history = np.empty(0, dtype=np.int32)
-        self._journey: RequestRecord
+        self._request: RequestRecord
         self._prompt = NO_TOKENS
 
     def go_on(self) -> None:
@@ -381,8 +381,8 @@ class _Client:
         cluster = self._cluster
         self._prompt = np.concatenate((self._history, cluster.prompt(index, call)), dtype=np.int32)
         self._prompt.setflags(write=False)
-        self._journey = RequestRecord(index, cluster.world.now_us - _SETTLED_US, len(self._prompt))
-        cluster.record.journeys.append(self._journey)
+        self._request = RequestRecord(index, cluster.world.now_us - _SETTLED_US, len(self._prompt))
+        cluster.record.requests.append(self._request)
         cluster.host.after(cluster.spend_host(), self._submit, index, call)
 
     def _submit(self, index: int, call: PlannedRequest) -> None:
@@ -390,13 +390,13 @@ class _Client:
         submission = Submission(RequestId(str(index)), self._prompt, sampling, call.max_tokens)
         self._cluster.submit(submission, self)
 
-    # ── what the front end tells ─────────────────────────────────────────────────────────────────────────────────────────
+    # ── called by the front end or router ────────────────────────────────────────────────────────────────────────────────
 
     def placed(self, where: str) -> None:
         self.served_by(self._cluster.numbers[where])
 
     def served_by(self, instance: int) -> None:
-        self._journey.instance = instance
+        self._request.instance = instance
 
     def opened(self) -> None:
         """Tokens follow."""
@@ -413,18 +413,18 @@ class _Client:
         cached: int | None,
         ended: EndedRequest | routing.ChoiceOutcome | None,
     ) -> None:
-        journey = self._journey
-        if journey.first_us is None and end > begin:
-            journey.first_us = self._cluster.world.now_us - _SETTLED_US
-            self._cluster.queued_tokens[journey.instance or 0] -= journey.input_tokens
-            journey.cached_tokens = cached or 0
-        journey.output_tokens += end - begin
+        request = self._request
+        if request.first_us is None and end > begin:
+            request.first_us = self._cluster.world.now_us - _SETTLED_US
+            self._cluster.queued_tokens[request.instance or 0] -= request.input_tokens
+            request.cached_tokens = cached or 0
+        request.output_tokens += end - begin
         if ended is not None:
             bill = ended.bill
-            journey.recomputed_tokens, journey.preemptions = bill.recomputed_tokens, bill.preemptions
-            journey.queue_us, journey.prefill_us, journey.decode_us = bill.queue_us, bill.prefill_us, bill.decode_us
-            journey.transfer_us = bill.transfer_us
-            journey.attempts = bill.attempts if isinstance(ended, EndedRequest) else bill.attempts - 1
+            request.recomputed_tokens, request.preemptions = bill.recomputed_tokens, bill.preemptions
+            request.queue_us, request.prefill_us, request.decode_us = bill.queue_us, bill.prefill_us, bill.decode_us
+            request.transfer_us = bill.transfer_us
+            request.attempts = bill.attempts if isinstance(ended, EndedRequest) else bill.attempts - 1
             self._end(RequestOutcome(ended.reason))
 
     def lost(self, _place: int | None, end: LostEntry) -> None:
@@ -434,11 +434,11 @@ class _Client:
         raise RunFailed("the router was lost where it cannot be")
 
     def _end(self, outcome: RequestOutcome) -> None:
-        journey = self._journey
-        journey.ended_us = self._cluster.world.now_us - _SETTLED_US
-        journey.outcome = outcome
-        answer = np.full(journey.output_tokens, FILLER_TOKEN, dtype=np.int32)
+        request = self._request
+        request.ended_us = self._cluster.world.now_us - _SETTLED_US
+        request.outcome = outcome
+        answer = np.full(request.output_tokens, FILLER_TOKEN, dtype=np.int32)
         self._history = np.concatenate((self._prompt, answer)) if self._chain else self._history
-        self._prompt = NO_TOKENS  # a router remembers who asked
+        self._prompt = NO_TOKENS  # a router keeps a reference to this client
         self._cluster.finished()
         self.go_on()

@@ -1,8 +1,8 @@
-"""A device: runs the steps of one instance one after the other, each for as long as a model of step times says.
+"""A simulated device: runs the steps of one instance one after the other, each for the time a step-time model gives.
 
-Owns the executor (the production contract; scripted or counting) and when each launched step ends. The instance is told of a
-result when its step is over; a device that is slowed down takes longer for everything. It may also be made to disagree with
-the scheduler about a row, as faulty kernels do.
+Owns the executor (the production contract; scripted or counting) and when each launched step ends. Results are passed to the
+instance when their step ends. Two faults can be set: a slowness factor, and a chance that a row of a result disagrees with
+the scheduler, as with faulty kernels.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from baton.sim.world import Host
 
 
 class StepTimeModel(Protocol):
-    """How long a step takes; `StepTimes` is one."""
+    """The duration of a step; `StepTimes` implements it."""
 
     def step_us(self, decodes: int, decode_context: int, prefill_tokens: int, prefill_pairs: int) -> int: ...
 
 
 class LayerListener(Protocol):
-    """Who waits for the layers of some steps."""
+    """Called for each layer of the steps that it awaits."""
 
     def awaits(self, step: int) -> bool: ...
 
     def layers_us(self, takes_us: int) -> Sequence[int]:
-        """How long after the beginning of a step of `takes_us` each layer can be read."""
+        """Microseconds from the beginning of a step of `takes_us` until each layer can be read."""
 
     def layer_done(self, step: int, layer: int) -> None: ...
 
@@ -47,7 +47,7 @@ class SimulatedDevice:
         self._times = times
         self._done = done
         self._free_us = 0
-        """When everything launched so far will have run."""
+        """When all launched steps will have ended."""
         self._stream = host.world.stream(f"device {host.name} life {host.lives}")
         self._context = _Contexts(executor.shape.slots)
         self.slowness = 1.0
@@ -58,11 +58,11 @@ class SimulatedDevice:
         self.number = 0
         self.signals: LayerListener | None = None
         self._computed: deque[StepResult] = deque()
-        """Of steps whose layers are waited for: they are computed when they begin, and told when they are over."""
+        """Results of steps whose layers are awaited: computed when the step begins, passed on when it ends."""
         self._layers = 0
-        """Of the step that computes."""
+        """Number of layers of the running step."""
         self._layers_of, self._layers_told = -1, 0
-        """The step that computes, and how many of its layers were told; a host that slept tells the rest when it is over."""
+        """The running step, and the layers of it reported so far; after a pause, the rest are reported when it ends."""
 
     def launch(self, plan: StepPlan) -> None:
         self._executor.launch(plan)
@@ -111,7 +111,7 @@ class SimulatedDevice:
         self._done(result)
 
     def _disagreed(self, result: StepResult) -> StepResult:
-        """One row reports another number of known tokens than it has."""
+        """Change the number of known tokens of one row by one."""
         self._host.world.fire(Fault.DISAGREEMENT, self._host.name)
         row = self._stream.randrange(len(result.slots))
         known = result.known.copy()
@@ -120,13 +120,13 @@ class SimulatedDevice:
 
 
 class _Contexts:
-    """How many tokens each slot will have known when a step runs: what the step's cost depends on."""
+    """The context length of each slot when a step runs, from which its cost follows."""
 
     def __init__(self, slots: int) -> None:
         self._known = np.zeros(slots, dtype=np.int64)
 
     def load_of(self, plan: StepPlan) -> tuple[int, int, int, int]:
-        """(decodes, tokens they attend to, prefill tokens, pairs of positions that prefill attends over)."""
+        """(decodes, tokens they attend to, prefill tokens, pairs of positions that prefill attends to)."""
         known, decodes = self._known, plan.decode_slots
         for start in plan.starts:
             known[start.slot] = len(start.tokens)

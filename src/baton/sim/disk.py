@@ -1,8 +1,7 @@
-"""A disk that outlives its host's crashes: slow, full, torn, forgetful and corrupt as the rates say.
+"""A simulated disk that survives crashes of its host, with slow, failed, torn, lost and corrupt operations at given rates.
 
-Owns named files. A write goes to a temporary name and is then renamed, as real nodes do; what is renamed but not yet safe
-can still be lost in a crash. Answers come later, through the host: an answer to a host that has crashed meanwhile never
-comes.
+Owns named files. A write is atomic, as by a temporary file and a rename; a recent write can still be lost in a crash.
+Results arrive later, as events of the host: a host that has crashed meanwhile gets none.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ READ_US = 200
 WRITE_US = 500
 SLOW_US = 200_000
 SAFE_AFTER_US = 300_000
-"""What was written less than this before a crash may be gone."""
+"""Writes made less than this before a crash may be lost."""
 FILES_MAX = 10_000
 
 
@@ -27,7 +26,7 @@ class SimulatedDisk:
         self._stream = host.world.stream(f"disk {host.name}")
         self._files: dict[str, bytes] = {}
         self._unsafe: dict[str, tuple[int, bytes | None]] = {}
-        """Recently written: when, and what was there before."""
+        """Files written since the last crash: the time, and the former contents."""
 
     def read(self, name: str, answer: Callable[[bytes | None], None]) -> None:
         """The bytes, or None where there is no such file."""
@@ -47,7 +46,7 @@ class SimulatedDisk:
         self._host.after(self._delay_us(WRITE_US), self._placed, name, data, answer)
 
     def crash(self) -> None:
-        """The host is gone: what was not safe yet may be gone too."""
+        """Lose recent writes at the drawn rate."""
         now_us = self._host.world.now_us
         for name, (written_us, before) in self._unsafe.items():
             if now_us - written_us < SAFE_AFTER_US and self._draws(self.rates.lost, Fault.DISK_LOST):

@@ -1,8 +1,8 @@
-"""One small world with a hand-over or a router in it, and in it a blow after every single event: nothing is left to a draw.
+"""Small worlds with a hand-over, a router or a store, run once for each event with a crash or pause right after that event.
 
-Owns these worlds (one instance that prefills, one that decodes, a few requests; or such a pair, or two equals, behind a
-router) and the walk over their events. A world is run once undisturbed, which numbers its events; then once for each event
-and each blow, to each instance and to the router, and every law must hold.
+Owns these worlds (one instance that prefills, one that decodes, a few requests; or such a pair, or two mixed instances,
+behind a router) and the enumeration of their events. A world is run once undisturbed to number its events; then once for
+each event, each kind of blow and each instance or the router, and every law must hold.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from baton.wire.link import LinkConfig
 DOWN_US = 15_000
 SHORTLY_US = 4_000
 ASLEEP_US = 700_000
-"""Longer than either side's patience: whoever wakes up finds its sessions gone, and does not know it yet."""
+"""Longer than the silence limit of either side: after the pause, its sessions are lost and it has not noticed yet."""
 
 
 class BlowKind(StrEnum):
@@ -48,16 +48,16 @@ class BlowKind(StrEnum):
 @dataclass(frozen=True, slots=True)
 class InjectedBlow:
     event: int
-    """It comes right after this one."""
-    seat: int
-    """Whom it hits; the number after that of the last instance is the router."""
+    """The number of the event right after which it happens."""
+    target: int
+    """The number of the instance; one more than the last instance is the router."""
     blow: BlowKind
     then_router: bool = False
-    """A little later, the router crashes too."""
+    """Whether the router crashes 4 ms later too."""
 
 
 def small_world(*, pulls: bool, on_preempt: OnPreempt, path: PrefillPath) -> Scenario:
-    """A prompt in one chunk, one in several, two choices, one that a cache knows, and a client that leaves."""
+    """Requests: a prompt of one chunk, one of several with two choices, one with a cached prefix, one that is aborted."""
     config = WorkerConfig(
         slots=3, blocks=14, block_size=4, context_tokens=40, step_tokens=8, on_preempt=on_preempt,
         handover=HandoverConfig(lease_us=60_000, renew_us=15_000, deadline_us=400_000, retry_after_us=5_000, local_tokens=2),
@@ -87,7 +87,7 @@ def small_world(*, pulls: bool, on_preempt: OnPreempt, path: PrefillPath) -> Sce
 
 
 def fleet_world(roles: tuple[Role, ...], loss_retry_count: int = 2) -> Scenario:
-    """The same load, behind a router that gives up soon."""
+    """The same load, behind a router with short time limits."""
     small = small_world(pulls=False, on_preempt=OnPreempt.RESCHEDULE, path=PrefillPath.SHORT)
     router = RouterConfig(
         loss_retry_count=loss_retry_count,
@@ -102,7 +102,7 @@ def fleet_world(roles: tuple[Role, ...], loss_retry_count: int = 2) -> Scenario:
 
 
 def shelved_world(on_preempt: OnPreempt, roles: tuple[Role, ...] = (MIXED, MIXED)) -> Scenario:
-    """Host memory and a store: pools too small for two prompts, which come again here and elsewhere."""
+    """Host memory and a store: pools too small for two prompts, and prompts that are repeated at both instances."""
     small = small_world(pulls=False, on_preempt=on_preempt, path=PrefillPath.SHORT)
     tiers = TierConfig(
         host_rows=10, store=True, bring_back=BringBack.ALWAYS, transfer_blocks=2, copy_us=4_000, look_us=5_000, get_us=5_000,
@@ -141,7 +141,7 @@ def _ask(index: int, prompt: tuple[int, ...], choices: int, patience_us: int | N
 
 
 def events_of(scenario: Scenario) -> int:
-    """How many events there are before everything heals."""
+    """The number of events before faults end."""
     run = FuzzedRun(scenario)
     healed: list[int] = []
     run.when_healed = lambda: healed.append(run.site.world.events)
@@ -152,11 +152,11 @@ def events_of(scenario: Scenario) -> int:
 
 
 def strikes(scenario: Scenario, every: int = 1) -> Iterator[InjectedBlow]:
-    """All of them, or every so-manieth."""
+    """Every `every`-th combination of event, target and kind."""
     everything = (
-        InjectedBlow(event, seat, blow)
+        InjectedBlow(event, target, blow)
         for event in range(1, events_of(scenario) + 1)
-        for seat in range(scenario.instances + (scenario.router is not None))
+        for target in range(scenario.instances + (scenario.router is not None))
         for blow in BlowKind
     )
     return (strike for number, strike in enumerate(everything) if number % every == 0)
@@ -164,36 +164,36 @@ def strikes(scenario: Scenario, every: int = 1) -> Iterator[InjectedBlow]:
 
 def struck(scenario: Scenario, strike: InjectedBlow, *, tell_story: bool = False) -> WorldVerdict:
     run = FuzzedRun(scenario, tell_story=tell_story)
-    hit = _hit_gate if strike.seat == scenario.instances else _hit_instance
+    hit = _hit_router if strike.target == scenario.instances else _hit_instance
     run.site.world.ambush(strike.event, lambda: hit(run, strike))
     return run.verdict()
 
 
 def _hit_instance(run: FuzzedRun, strike: InjectedBlow) -> None:
-    seat, world = run.site.seats[strike.seat], run.site.world
+    node, world = run.site.nodes[strike.target], run.site.world
     if strike.blow is BlowKind.CRASH:
-        world.fire(Fault.CRASH, seat.name)
-        seat.crash()
-        world.after(DOWN_US, seat.boot_if_down)
-    elif not seat.host.paused:
-        world.fire(Fault.PAUSE, seat.name)
-        seat.pause()
-        world.after(ASLEEP_US, seat.resume)
+        world.fire(Fault.CRASH, node.name)
+        node.crash()
+        world.after(DOWN_US, node.boot_if_down)
+    elif not node.host.paused:
+        world.fire(Fault.PAUSE, node.name)
+        node.pause()
+        world.after(ASLEEP_US, node.resume)
     if strike.then_router:
-        world.after(SHORTLY_US, _hit_gate, run, replace(strike, blow=BlowKind.CRASH, then_router=False))
+        world.after(SHORTLY_US, _hit_router, run, replace(strike, blow=BlowKind.CRASH, then_router=False))
 
 
-def _hit_gate(run: FuzzedRun, strike: InjectedBlow) -> None:
+def _hit_router(run: FuzzedRun, strike: InjectedBlow) -> None:
     if run.site.fleet is None:
         raise RuntimeError("there is no router in this world")
-    world, gate = run.site.world, run.site.fleet.gate
-    for seat in run.site.seats:
-        seat.trouble(ASLEEP_US, of_router=True)
+    world, router_host = run.site.world, run.site.fleet.router_host
+    for node in run.site.nodes:
+        node.trouble(ASLEEP_US, of_router=True)
     if strike.blow is BlowKind.CRASH:
-        world.fire(Fault.ROUTER_CRASH, gate.host.name)
-        gate.crash()
-        world.after(DOWN_US, gate.boot_if_down)
+        world.fire(Fault.ROUTER_CRASH, router_host.host.name)
+        router_host.crash()
+        world.after(DOWN_US, router_host.boot_if_down)
     else:
-        world.fire(Fault.ROUTER_PAUSE, gate.host.name)
-        gate.host.pause()
-        world.after(ASLEEP_US, gate.wake)
+        world.fire(Fault.ROUTER_PAUSE, router_host.host.name)
+        router_host.host.pause()
+        world.after(ASLEEP_US, router_host.wake)

@@ -1,6 +1,6 @@
-"""Chaos: episodes of faults at times that the seed has drawn, and the healing at the end.
+"""Injects faults at times drawn from the seed, and ends all faults at the end of a world.
 
-Owns when something happens to which seat. What happens is done by the seat, the network and the disk themselves.
+Owns when a fault hits which instance. The instance hosts, the network and the disks carry it out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OPENING_CRASH_SHARE = 0.15
 PEER_CLOG_SHARE = 0.4
 
 STEP_LAST = 6
-"""An aim is taken at one of the first so many times that a step is taken."""
+"""A fault at a hand-over step hits one of the first 6 times that the step is taken."""
 
 MOMENTS: tuple[Callable[[SimulatedInstance], bool], ...] = (
     lambda _life: True,
@@ -33,12 +33,12 @@ MOMENTS: tuple[Callable[[SimulatedInstance], bool], ...] = (
     lambda life: life.device.in_flight > 0 and life.last_plan is not None and bool(life.last_plan.chunks),
     lambda life: life.device.in_flight > 0 and life.last_plan is not None and bool(life.last_plan.stops),
 )
-"""Any; a step in flight; one that prefills; one that carries an order to stop or to yield."""
+"""Any moment; a step in flight; a step that prefills; a step with an order to stop or to yield."""
 
 
 @dataclass(slots=True)
 class _Aim:
-    """Something that will happen when a step of a hand-over is taken for the n-th time."""
+    """A crash or pause when a hand-over step has been taken `left` more times."""
 
     step: str
     left: int
@@ -52,23 +52,23 @@ class FaultInjector:
         world: World,
         network: SimulatedNetwork,
         front: Host,
-        seats: Sequence[InstanceHost],
+        nodes: Sequence[InstanceHost],
         rates: FaultRates,
         span_us: int,
-        fabric: FaultyTransfers | None = None,
-        depot: StorageModel | None = None,
+        transfers: FaultyTransfers | None = None,
+        storage_model: StorageModel | None = None,
     ) -> None:
         self._world = world
         self._network = network
         self._front = front
-        self._seats = seats
+        self._nodes = nodes
         self._openings = world.stream("chaos openings")
         self._rates = rates
         self._span_us = span_us
         self._over = False
-        self._fabric = fabric
-        self._depot = depot
-        self._pairs = [(seat, peer) for seat in seats for peer in seat.peers if seat.role.takes]
+        self._transfers = transfers
+        self._storage_model = storage_model
+        self._pairs = [(node, peer) for node in nodes for peer in node.peers if node.role.takes]
         self._aims: list[_Aim] = []
 
     def unleash(self) -> None:
@@ -84,14 +84,14 @@ class FaultInjector:
         ):
             for time in range(times):
                 stream = self._world.stream(f"chaos {kind} {time}")
-                self._world.at(stream.randrange(self._span_us), begin, stream, stream.choice(self._seats))
+                self._world.at(stream.randrange(self._span_us), begin, stream, stream.choice(self._nodes))
         if self._pairs:
             self._unleash_on_peers()
-        if self._depot is not None and self._depot.store is not None:
-            self._unleash_on_store(self._depot.store)
-        for seat in self._seats:
-            seat.set_device(disagreement=rates.disagreement)
-            seat.when_opened = self._crash_at_opening if rates.crashes else None
+        if self._storage_model is not None and self._storage_model.store is not None:
+            self._unleash_on_store(self._storage_model.store)
+        for node in self._nodes:
+            node.set_device(disagreement=rates.disagreement)
+            node.when_opened = self._crash_at_opening if rates.crashes else None
 
     def _unleash_on_peers(self) -> None:
         rates = self._rates
@@ -103,8 +103,8 @@ class FaultInjector:
                 stream = self._world.stream(f"chaos {kind} {time}")
                 self._aims.append(_Aim(stream.choice(PEER_STEPS), stream.randint(1, STEP_LAST), stream, pauses))
         if self._aims:
-            for seat in self._seats:
-                seat.at_step = self._step_taken
+            for node in self._nodes:
+                node.at_step = self._step_taken
 
     def _unleash_on_store(self, store: SimulatedStore) -> None:
         rates, world = self._rates, self._world
@@ -118,150 +118,150 @@ class FaultInjector:
             world.at(stream.randrange(self._span_us), store.die, stream)
 
     def heal(self) -> None:
-        """No fault any more: everything that was cut, stopped or slowed is as it was."""
+        """End all faults: undo every cut, pause and slowdown, and start what is down."""
         self._over = True
-        if self._fabric is not None:
-            self._fabric.heal()
-        if self._depot is not None:
-            self._depot.heal()
+        if self._transfers is not None:
+            self._transfers.heal()
+        if self._storage_model is not None:
+            self._storage_model.heal()
         self._network.heal()
         self._resume_front()
-        for seat in self._seats:
-            seat.disk.heal()
-            seat.set_device(slowness=1.0, disagreement=0.0)
-            if seat.host.paused:
-                seat.resume()
-            seat.boot_if_down()
+        for node in self._nodes:
+            node.disk.heal()
+            node.set_device(slowness=1.0, disagreement=0.0)
+            if node.host.paused:
+                node.resume()
+            node.boot_if_down()
 
-    def _partition(self, stream: random.Random, seat: InstanceHost) -> None:
-        """Both ways, or one way only."""
-        ends = list(seat.ends)
+    def _partition(self, stream: random.Random, node: InstanceHost) -> None:
+        """Cut the line in both directions, or in one."""
+        ends = list(node.ends)
         stream.shuffle(ends)
         lasts_us = stream.randrange(20_000, 600_000)
-        seat.trouble(lasts_us)
+        node.trouble(lasts_us)
         one, other = ends
         self._network.cut(one, other)
         if stream.random() < 0.7:
             self._network.cut(other, one)
         self._world.after(lasts_us, self._network.join, one, other)
 
-    def _clog(self, stream: random.Random, seat: InstanceHost) -> None:
-        ends = list(seat.ends)
+    def _clog(self, stream: random.Random, node: InstanceHost) -> None:
+        ends = list(node.ends)
         if self._pairs and stream.random() < PEER_CLOG_SHARE:
             one, peer = stream.choice(self._pairs)
             ends = [end_name(one.name, peer), end_name(peer, one.name)]
         stream.shuffle(ends)
         lasts_us = stream.randrange(10_000, 600_000)
-        seat.trouble(lasts_us)
+        node.trouble(lasts_us)
         self._network.clog(*ends)
         self._world.after(lasts_us, self._network.clear, *ends)
 
-    def _part(self, stream: random.Random, seat: InstanceHost, peer: str) -> None:
-        """Two peers cannot hear each other, or one of them cannot hear the other."""
-        ends = [end_name(seat.name, peer), end_name(peer, seat.name)]
+    def _part(self, stream: random.Random, node: InstanceHost, peer: str) -> None:
+        """Cut two peers off from each other, in both directions or in one."""
+        ends = [end_name(node.name, peer), end_name(peer, node.name)]
         stream.shuffle(ends)
-        self._world.fire(Fault.PEER_PARTITION, f"{seat.name} and {peer}")
+        self._world.fire(Fault.PEER_PARTITION, f"{node.name} and {peer}")
         one, other = ends
         self._network.cut(one, other)
         if stream.random() < 0.7:
             self._network.cut(other, one)
         self._world.after(stream.randrange(20_000, 900_000), self._network.join, one, other)
 
-    def _step_taken(self, seat: InstanceHost, step: str) -> None:
+    def _step_taken(self, node: InstanceHost, step: str) -> None:
         if self._over:
             return
         for aim in self._aims:
             if aim.step == step:
                 aim.left -= 1
                 if not aim.left:
-                    self._strike(aim, seat)
+                    self._strike(aim, node)
 
-    def _strike(self, aim: _Aim, seat: InstanceHost) -> None:
-        """Whoever took the step, or one of its peers; at once, or a little later."""
+    def _strike(self, aim: _Aim, node: InstanceHost) -> None:
+        """Hit the instance that took the step, or one of its peers, at once or up to 3 ms later."""
         stream = aim.stream
         whose = stream.random()
-        others = [other for other in self._seats if other.name in seat.peers]
-        target = seat if whose < 0.6 else stream.choice(others)
+        others = [other for other in self._nodes if other.name in node.peers]
+        target = node if whose < 0.6 else stream.choice(others)
         delay_us = stream.choice((0, 0, stream.randrange(3_000)))
         self._world.after(delay_us, self._pause_there if aim.pauses else self._crash_there, stream, target)
 
-    def _crash_there(self, stream: random.Random, seat: InstanceHost) -> None:
-        if self._over or seat.instance is None:
+    def _crash_there(self, stream: random.Random, node: InstanceHost) -> None:
+        if self._over or node.instance is None:
             return
-        self._world.fire(Fault.STEP_CRASH, seat.name)
-        seat.crash()
-        self._world.after(log_uniform_us(stream, 300, 300_000), seat.boot_if_down)
+        self._world.fire(Fault.STEP_CRASH, node.name)
+        node.crash()
+        self._world.after(log_uniform_us(stream, 300, 300_000), node.boot_if_down)
 
-    def _pause_there(self, stream: random.Random, seat: InstanceHost) -> None:
-        if self._over or seat.host.paused or seat.instance is None:
+    def _pause_there(self, stream: random.Random, node: InstanceHost) -> None:
+        if self._over or node.host.paused or node.instance is None:
             return
-        self._world.fire(Fault.STEP_PAUSE, seat.name)
-        seat.pause()
-        self._world.after(log_uniform_us(stream, 3_000, 1_200_000), self._resume, seat, seat.host.lives)
+        self._world.fire(Fault.STEP_PAUSE, node.name)
+        node.pause()
+        self._world.after(log_uniform_us(stream, 3_000, 1_200_000), self._resume, node, node.host.lives)
 
-    def _crash(self, stream: random.Random, seat: InstanceHost) -> None:
-        """At any moment, or when something particular is going on; with last words or without."""
-        self._crash_when(stream, seat, stream.choice(MOMENTS))
+    def _crash(self, stream: random.Random, node: InstanceHost) -> None:
+        """Crash when one of MOMENTS holds, with or without a failure message."""
+        self._crash_when(stream, node, stream.choice(MOMENTS))
 
-    def _crash_when(self, stream: random.Random, seat: InstanceHost, is_moment: Callable[[SimulatedInstance], bool]) -> None:
-        if self._over or seat.instance is None:
+    def _crash_when(self, stream: random.Random, node: InstanceHost, is_moment: Callable[[SimulatedInstance], bool]) -> None:
+        if self._over or node.instance is None:
             return
-        if seat.host.paused or not is_moment(seat.instance):
-            self._world.after(MOMENT_EVERY_US, self._crash_when, stream, seat, is_moment)
+        if node.host.paused or not is_moment(node.instance):
+            self._world.after(MOMENT_EVERY_US, self._crash_when, stream, node, is_moment)
             return
         if stream.random() < 0.3:
-            seat.fail()
+            node.fail()
         else:
-            self._world.fire(Fault.CRASH, seat.name)
-            seat.crash()
-        self._world.after(log_uniform_us(stream, 300, 300_000), seat.boot_if_down)
+            self._world.fire(Fault.CRASH, node.name)
+            node.crash()
+        self._world.after(log_uniform_us(stream, 300, 300_000), node.boot_if_down)
 
-    def _crash_at_opening(self, seat: InstanceHost) -> None:
-        """Right after an instance has taken up a session: what is still under way to it will meet its next life."""
+    def _crash_at_opening(self, node: InstanceHost) -> None:
+        """Crash right after an instance has accepted a session, so that packets on their way reach its next life."""
         stream = self._openings
         if not self._over and stream.random() < OPENING_CRASH_SHARE:
-            self._world.after(stream.randrange(3_000), self._crash_when, stream, seat, MOMENTS[0])
+            self._world.after(stream.randrange(3_000), self._crash_when, stream, node, MOMENTS[0])
 
-    def _pause_front(self, stream: random.Random, _seat: InstanceHost) -> None:
-        """Everything that the front end and its clients do stands still."""
-        if self._over or self._front.paused or not self._seats[0].counter:
+    def _pause_front(self, stream: random.Random, _node: InstanceHost) -> None:
+        """Pause the front end and its clients."""
+        if self._over or self._front.paused or not self._nodes[0].instance_table:
             return
         self._world.fire(Fault.FRONT_PAUSE, FRONT)
         self._front.pause()
         lasts_us = stream.randrange(10_000, 700_000)
-        for seat in self._seats:
-            seat.trouble(lasts_us)
+        for node in self._nodes:
+            node.trouble(lasts_us)
         self._world.after(lasts_us, self._resume_front)
 
     def _resume_front(self) -> None:
         if self._front.paused:
             self._front.resume()
 
-    def _pause(self, stream: random.Random, seat: InstanceHost) -> None:
-        if self._over or seat.host.paused or seat.instance is None:
+    def _pause(self, stream: random.Random, node: InstanceHost) -> None:
+        if self._over or node.host.paused or node.instance is None:
             return
-        self._world.fire(Fault.PAUSE, seat.name)
-        seat.pause()
-        self._world.after(stream.randrange(10_000, 1_200_000), self._resume, seat, seat.host.lives)
+        self._world.fire(Fault.PAUSE, node.name)
+        node.pause()
+        self._world.after(stream.randrange(10_000, 1_200_000), self._resume, node, node.host.lives)
 
-    def _resume(self, seat: InstanceHost, life: int) -> None:
-        if seat.host.paused and seat.host.lives == life:
-            seat.resume()
+    def _resume(self, node: InstanceHost, life: int) -> None:
+        if node.host.paused and node.host.lives == life:
+            node.resume()
 
-    def _roll(self, stream: random.Random, seat: InstanceHost) -> None:
-        if self._over or seat.instance is None or seat.counter is None or not seat.counter.serves:
+    def _roll(self, stream: random.Random, node: InstanceHost) -> None:
+        if self._over or node.instance is None or node.instance_table is None or not node.instance_table.serves:
             return
-        seat.counter.drain()
-        seat.restart_when_idle(stream.randrange(1_000, 200_000))
+        node.instance_table.drain()
+        node.restart_when_idle(stream.randrange(1_000, 200_000))
 
-    def _slow(self, stream: random.Random, seat: InstanceHost) -> None:
+    def _slow(self, stream: random.Random, node: InstanceHost) -> None:
         if self._over:
             return
-        self._world.fire(Fault.SLOW_DEVICE, seat.name)
-        seat.set_device(slowness=stream.uniform(2, 20))
+        self._world.fire(Fault.SLOW_DEVICE, node.name)
+        node.set_device(slowness=stream.uniform(2, 20))
         lasts_us = stream.randrange(20_000, 400_000)
-        seat.slow_down(lasts_us)
-        self._world.after(lasts_us, self._hurry, seat)
+        node.slow_down(lasts_us)
+        self._world.after(lasts_us, self._hurry, node)
 
-    def _hurry(self, seat: InstanceHost) -> None:
-        seat.set_device(slowness=1.0)
+    def _hurry(self, node: InstanceHost) -> None:
+        node.set_device(slowness=1.0)

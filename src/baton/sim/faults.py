@@ -1,7 +1,8 @@
-"""What can go wrong, and how often in one world: drawn from the seed.
+"""Fault classes and their rates in one world, drawn from the seed.
 
-Owns the list of fault classes and their rates. It injects nothing itself: the network, the disks, the devices, the clients
-and `chaos` do, and count what they did under these names. A report in which one of them is zero is a failed report.
+Owns the list of fault classes and their rates. Injects nothing itself: the network, disks, devices, clients,
+`fault_injector` and `router_faults` do, and count each fault under these names. A fuzz report in which one of them is zero
+is a failed report.
 """
 
 from __future__ import annotations
@@ -142,25 +143,25 @@ CLASSES: dict[str, tuple[Fault, ...]] = {
     "store-alien": (Fault.STORE_ALIEN,),
     "store-wipe": (Fault.STORE_WIPED,),
 }
-"""What a seed draws from, and a user names on the command line."""
+"""By the name used on the command line: the faults that a class injects. A seed draws some of the classes."""
 
 _NAMES = tuple(CLASSES)
 OF_PEERS = _NAMES[_NAMES.index("kv-broken") : _NAMES.index("router-crash")]
-"""Of these a world draws only where instances prefill for each other."""
+"""Drawn only for worlds where instances prefill for each other."""
 OF_ROUTERS = _NAMES[_NAMES.index("router-crash") : _NAMES.index("copy-slow")]
-"""Of these a world draws only where a router carries requests."""
+"""Drawn only for worlds with a router."""
 OF_COPIES = _NAMES[_NAMES.index("copy-slow") : _NAMES.index("store-slow")]
-"""Of these a world draws only where instances have host memory."""
+"""Drawn only for worlds where instances have host memory."""
 OF_STORES = _NAMES[_NAMES.index("store-slow") :]
-"""Of these a world draws only where there is a store."""
+"""Drawn only for worlds with a store."""
 OF_STORAGE = OF_COPIES + OF_STORES
 NOT_ROUTED = ("rolling-restart",)
-"""Of these a world draws only where none does."""
+"""Drawn only for worlds without a router."""
 
 CLASSES_MIN, CLASSES_MAX, PEER_CLASSES_MAX, ROUTER_CLASSES_MAX = 3, 8, 5, 4
 STORE_CLASSES_MAX = 5
 SILENCING_US = 10_000
-"""Packets that come later than this may make one side believe that the other is gone."""
+"""Packets delayed by more than this may make one side give up the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,14 +172,14 @@ class NetworkRates:
     duplication: float = 0.0
     reordering: float = 0.0
     late_us: int = 0
-    """How late a packet that is overtaken, or a duplicate, may come."""
+    """Longest delay of a reordered packet or of a duplicate."""
     spike: float = 0.0
     spike_us: int = 0
     bit_flip: float = 0.0
 
     @property
     def may_silence(self) -> bool:
-        """Whether packets get lost or late often enough for one side to give the other up."""
+        """Whether packets are lost or delayed often enough for one side to give up the other."""
         overtaken = self.reordering > 0 and self.late_us > SILENCING_US
         return self.loss > 0 or self.bit_flip > 0 or self.spike > 0 or overtaken
 
@@ -194,7 +195,7 @@ class DiskRates:
 
 @dataclass(frozen=True, slots=True)
 class KvRates:
-    """Chance a hand-over."""
+    """Chance per hand-over."""
 
     broken: float = 0.0
     refused: float = 0.0
@@ -203,24 +204,24 @@ class KvRates:
     lost: float = 0.0
     slow_fence: float = 0.0
     echo: float = 0.0
-    """Chance a message between peers."""
+    """Chance per message between peers."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyRates:
-    """Chance a copy between device and host."""
+    """Chance per copy between device and host."""
 
     slow: float = 0.0
     fails: float = 0.0
     slow_fence: float = 0.0
-    """Chance a fence."""
+    """Chance per fence."""
     hasty: float = 0.0
-    """Chance a copy to the device that whom it is for leaves about when it ends."""
+    """Chance per copy to the device that the request's client disconnects about when it ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreRates:
-    """Chance a question to the store; from `torn` on, an object that it is given."""
+    """Chance per operation of the store; from `torn` on, per object written."""
 
     slow: float = 0.0
     hangs: float = 0.0
@@ -235,7 +236,7 @@ class StoreRates:
 
 @dataclass(frozen=True, slots=True)
 class FaultRates:
-    """How often each thing goes wrong while chaos reigns. Zero: never."""
+    """Rates and counts of all faults in one world. Zero: never."""
 
     network: NetworkRates
     disk: DiskRates
@@ -261,17 +262,17 @@ class FaultRates:
     late_joins: int = 0
     engine_stalls: int = 0
     resets: float = 0.0
-    """Chance a crash that the other side notices it at once."""
+    """Chance per crash that the other side notices it at once."""
     forgeries: int = 0
     slow_devices: int = 0
     disagreement: float = 0.0
-    """Chance a step."""
+    """Chance per step."""
     disconnect: float = 0.0
-    """Chance a request; so are the two below."""
+    """Chance per request, as are the two below."""
     slow_reader: float = 0.0
     nonsense: float = 0.0
     overload: float = 1.0
-    """Arrival rate ×."""
+    """Factor on the arrival rate."""
 
 
 def draw_classes(
@@ -280,7 +281,7 @@ def draw_classes(
     of_router: random.Random | None = None,
     of_storage: tuple[random.Random, Sequence[str]] | None = None,
 ) -> tuple[str, ...]:
-    """`of_router`: from which to draw what can go wrong with a router; None: there is none. `of_storage`: so, too."""
+    """`of_router`: stream for router faults; None: no router. `of_storage`: stream and names of storage faults, or None."""
     usual = tuple(name for name in CLASSES if name not in OF_PEERS + OF_ROUTERS + OF_STORAGE)
     drawn = stream.sample(usual, stream.randint(CLASSES_MIN, CLASSES_MAX))
     of_peers = stream.sample(OF_PEERS, stream.randint(0, PEER_CLASSES_MAX))
@@ -295,12 +296,18 @@ def draw_classes(
 
 
 def log_uniform_us(stream: random.Random, least_us: int, most_us: int) -> int:
-    """As often between 1 and 10 ms as between 10 and 100."""
+    """A duration whose logarithm is uniform: equally likely in 1–10 ms and in 10–100 ms."""
     return int(math.exp(stream.uniform(math.log(least_us), math.log(most_us))))
 
 
+def flip_bit(data: bytes, bit: int) -> bytes:
+    flipped = bytearray(data)
+    flipped[bit // 8] ^= 1 << (bit % 8)
+    return bytes(flipped)
+
+
 def draw_rates(stream_of: dict[str, random.Random], classes: Collection[str]) -> FaultRates:
-    """One stream a class, so that leaving a class out changes nothing about the others."""
+    """Draw with one stream per class, so that a class left out does not change the others."""
 
     def rate(name: str, least: float, most: float) -> float:
         return stream_of[name].uniform(least, most) if name in classes else 0.0

@@ -1,12 +1,12 @@
-"""KV between instances: real bytes from one scripted pool to another, piece by piece, with all that can happen on the way.
+"""KV transfers between instances of fuzzed worlds: real bytes from one scripted pool to another, with injected faults.
 
-Owns data connections. A *piece* is one layer of one block. Where givers push, a piece holds what their pool held when it
-left; where takers pull, what the giver's pool holds when it lands. Bytes are written where the taker's orders say and
-nowhere else.
+Owns data connections. A *piece* is one layer of one block. The giver is the instance that prefills, the taker the one that
+decodes. With push, a piece holds the giver's bytes at the time of sending; with pull, at the time of arrival. Bytes are
+written only to the blocks that the taker ordered.
 
-What a driver promises is kept here whatever happens: a token opens one connection, once; a fence takes its time, is always
-answered, and after its answer no byte of that hand-over is read or written. Everything before the answer may still land:
-pieces that were on their way, and those of a giver that slept and goes on where it was.
+The promises of a production driver hold under all faults: a token opens one connection, once; a fence is always answered,
+after a while, and after its answer no byte of that hand-over is read or written. Before the answer, pieces may still land:
+those on their way, and those of a giver that was paused and continues.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ import numpy as np
 from baton.core.engine.plan import Int32s
 from baton.core.handover.messages import Arriving, Fenced, Handover, PeerEvent, ShipFailed, Shipped, TransferBroken, Verified
 from baton.executor.contract import KvView
-from baton.sim.faults import Fault, KvRates, log_uniform_us
+from baton.sim.faults import Fault, KvRates, flip_bit, log_uniform_us
 from baton.sim.law_names import ALIEN_BYTES, WHOLE_KV, LawBroken
 from baton.sim.world import Host, World
 
 ARRIVING_EVERY_US = 20_000
-"""How often a taker is told that bytes still come in."""
+"""Least interval between two Arriving events of one hand-over."""
 NOTICED_WITHIN_US = 200_000
-"""A giver learns of a broken connection, or of one that nobody answers, within this time."""
+"""Time within which a giver notices a broken or unanswered connection."""
 FENCED_WITHIN_US = 400_000
 """The slowest fence."""
 STALL_US_MAX = 1_200_000
@@ -41,7 +41,7 @@ _CHECK = struct.Struct("<Q")
 
 
 def check_of(layer: int, index: int, data: bytes) -> int:
-    """Of one piece, where it belongs included."""
+    """Checksum of one piece and of its position."""
     digest = hashlib.blake2b(data, digest_size=8, person=_NUMBERS.pack(layer, index)).digest()
     return int.from_bytes(digest, "little")
 
@@ -49,22 +49,22 @@ def check_of(layer: int, index: int, data: bytes) -> int:
 @dataclass(frozen=True, slots=True)
 class KvTimes:
     delay_us: int
-    """From a giver to a taker."""
+    """One way, from a giver to a taker."""
     jitter_us: int
-    """Pieces may overtake each other by so much."""
+    """Largest extra delay; pieces may overtake each other by it."""
     piece_us: int
-    """How long a giver takes to put one piece on the way."""
+    """Time a giver takes to send one piece."""
     burst: int
-    """How many pieces travel together."""
+    """Pieces sent together."""
     verify_us: int
     fence_us: int
     pulls: bool
-    """Takers read the memory of givers; otherwise givers send."""
+    """Whether takers read the memory of givers; otherwise givers send."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Fate:
-    """What will happen to one connection, by the number of the piece at which it happens."""
+    """The faults of one connection, by the number of the piece at which each happens."""
 
     refused: bool = False
     breaks_at: int | None = None
@@ -76,7 +76,7 @@ class _Fate:
 
 
 class FaultyTransfers:
-    """All data connections of a world: which receiver is where, and what becomes of each connection."""
+    """All data connections of a world: the receiver and sender of each instance, and the faults of each connection."""
 
     def __init__(self, world: World, rates: KvRates, times: KvTimes) -> None:
         self.world = world
@@ -87,11 +87,11 @@ class FaultyTransfers:
 
     @property
     def echo(self) -> float:
-        """Chance that a message between peers is heard twice."""
+        """Chance that a message between peers is delivered twice."""
         return self.rates.echo
 
     def connect(self, name: str, host: Host, kv: KvView, report: Report) -> tuple[FaultyReceiver, FaultySender]:
-        """A life begins."""
+        """A life of an instance begins."""
         receiver, sender = FaultyReceiver(self, name, host, kv, report), FaultySender(self, name, host, kv, report)
         self.enter(name, receiver, sender)
         return receiver, sender
@@ -101,7 +101,7 @@ class FaultyTransfers:
         self._senders[name] = sender
 
     def leave(self, name: str) -> None:
-        """A life is over: those at the other ends of its connections notice sooner or later, or not at all."""
+        """A life of an instance ends: the other ends of its connections notice after a while, or not at all."""
         receiver, sender = self._receivers.pop(name, None), self._senders.pop(name, None)
         if receiver is not None:
             receiver.die()
@@ -115,7 +115,7 @@ class FaultyTransfers:
         self.rates = KvRates()
 
     def fate(self, stream: random.Random, pieces: int) -> _Fate:
-        """Everything is drawn, whatever the rates: one class of faults does not shift another."""
+        """Draw all values whatever the rates, so that one class of faults does not change another."""
         draws = [(stream.random(), int(stream.random() * pieces)) for _ in range(5)]
         stall_us, taker_notices = log_uniform_us(stream, 2_000, STALL_US_MAX), stream.random() < 0.5
         rates = self.rates
@@ -138,7 +138,7 @@ class FaultyTransfers:
 
 @dataclass(slots=True, eq=False)
 class _Inflow:
-    """One hand-over at its taker."""
+    """One hand-over at the receiver."""
 
     handover: Handover
     first: int
@@ -147,28 +147,28 @@ class _Inflow:
     outflow: _Outflow | None = None
     arrived: set[tuple[int, int]] = field(default_factory=set)
     said_us: int | None = None
-    """When the taker was last told that bytes arrive."""
+    """When the last Arriving event was reported."""
     checks: bytes | None = None
     flipped: bool = False
     fencing: bool = False
     over: bool = False
-    """Nothing of it is read or written any more."""
+    """Nothing of it may be read or written any more."""
 
 
 class FaultyReceiver:
-    """The taker's end, in one life of an instance."""
+    """The receiving end in one life of an instance."""
 
-    def __init__(self, fabric: FaultyTransfers, name: str, host: Host, kv: KvView, report: Report) -> None:
+    def __init__(self, transfers: FaultyTransfers, name: str, host: Host, kv: KvView, report: Report) -> None:
         self.host = host
         self.life = host.lives
-        self._fabric = fabric
+        self._transfers = transfers
         self._name = name
         self._kv = kv
         self._report = report
         self._stream = host.world.stream(f"receiver {name} life {host.lives}")
         self._inflows: dict[Handover, _Inflow] = {}
         self._by_token: dict[bytes, _Inflow] = {}
-        """Tokens that nobody has shown yet."""
+        """Tokens that have not opened a connection yet."""
 
     @property
     def open(self) -> int:
@@ -194,13 +194,13 @@ class FaultyReceiver:
     def fence(self, handover: Handover) -> None:
         inflow = self._inflows.get(handover)
         if inflow is None:
-            self._later(self._fabric.times.fence_us // 4, self._report, Fenced(handover))
+            self._later(self._transfers.times.fence_us // 4, self._report, Fenced(handover))
         elif not inflow.fencing:
             inflow.fencing = True
-            self._later(self._fabric.fence_us(self._stream, self._name), self._fenced, inflow)
+            self._later(self._transfers.fence_us(self._stream, self._name), self._fenced, inflow)
 
     def connect(self, outflow: _Outflow) -> bool:
-        """A giver shows a token; it opens one connection, once."""
+        """A giver presents a token; it opens one connection, once."""
         inflow = self._by_token.pop(outflow.token, None)
         if inflow is None or inflow.over:
             return False
@@ -220,7 +220,7 @@ class FaultyReceiver:
                 self._later(0, self._spoil, inflow, "the giver has closed its memory")
                 return
             inflow.flipped = inflow.flipped or flip is not None
-            self._write(inflow, layer, index, data if flip is None else _flipped(data, flip))
+            self._write(inflow, layer, index, data if flip is None else flip_bit(data, flip))
         now_us = self.host.world.now_us
         if inflow.said_us is None or now_us - inflow.said_us >= ARRIVING_EVERY_US:
             inflow.said_us = now_us
@@ -228,7 +228,7 @@ class FaultyReceiver:
         self._verify_if_whole(inflow)
 
     def spoil(self, inflow: _Inflow, reason: str) -> None:
-        """The connection is gone."""
+        """The connection broke; report it within 5 ms."""
         self._later(self._stream.randrange(5_000), self._spoil, inflow, reason)
 
     def die(self) -> None:
@@ -249,7 +249,7 @@ class FaultyReceiver:
 
     def _verify_if_whole(self, inflow: _Inflow) -> None:
         if inflow.checks is not None and len(inflow.arrived) == len(inflow.blocks) * len(self._kv.layers):
-            self._later(int(self._stream.random() * self._fabric.times.verify_us), self._verify, inflow)
+            self._later(int(self._stream.random() * self._transfers.times.verify_us), self._verify, inflow)
 
     def _verify(self, inflow: _Inflow) -> None:
         if inflow.over or inflow.checks is None:
@@ -267,7 +267,7 @@ class FaultyReceiver:
         self._report(Verified(inflow.handover))
 
     def _check(self, inflow: _Inflow, at: int) -> int:
-        """Of what lies in our pool, all layers of one block."""
+        """Checksum of one block in our pool, over all layers."""
         check, row = 0, self._kv.pool[inflow.blocks[at]]
         for layer, (begin, end) in enumerate(self._kv.layers):
             check ^= check_of(layer, inflow.first + at, row[begin:end].tobytes())
@@ -297,11 +297,11 @@ class FaultyReceiver:
 # ── givers ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 Piece = tuple[int, int, bytes | None, int | None]
-"""(layer, block of the sequence, its bytes where givers push, which bit is wrong)."""
+"""(layer, block of the sequence, its bytes if givers push, the bit that is flipped)."""
 
 
 class _Outflow:
-    """One hand-over at its giver."""
+    """One hand-over at the sender."""
 
     def __init__(
         self, sender: FaultySender, handover: Handover, token: bytes, first: int, blocks: list[int], fate: _Fate
@@ -316,37 +316,37 @@ class _Outflow:
         self.receiver: FaultyReceiver | None = None
         self.connected = False
         self.over = False
-        """Fenced, or failed."""
+        """Whether it was fenced or has failed."""
         self.shipped = False
         self.ready: deque[tuple[int, int]] = deque()
         self.computing: dict[int, list[tuple[int, int]]] = {}
-        """By step: which blocks of the sequence wait for its layers."""
+        """By step: the ranges of blocks of the sequence that wait for its layers."""
         self.ordered = self.sent = 0
         self.all_ordered = False
         self.busy = False
         self.not_before_us = 0
-        """A stall: nothing arrives earlier."""
+        """The end of a stall: no piece arrives earlier."""
         self.checks = [0] * len(blocks)
         self.sent_checks: dict[tuple[int, int], int] = {}
 
     def read(self, layer: int, index: int) -> bytes | None:
-        """What our pool holds now; None when it may no longer be read."""
+        """The bytes in our pool now; None if they may no longer be read."""
         return None if self.over else self.sender.read(self.blocks[index - self.first], layer)
 
     def read_by_nobody(self) -> None:
-        """The taker has all of it, or wants none of it any more."""
+        """The taker has all of it, or has given it up."""
         if self.shipped:
             self.over = True
             self.sender.forget(self)
 
 
 class FaultySender:
-    """The giver's end, in one life of an instance."""
+    """The sending end in one life of an instance."""
 
-    def __init__(self, fabric: FaultyTransfers, name: str, host: Host, kv: KvView, report: Report) -> None:
+    def __init__(self, transfers: FaultyTransfers, name: str, host: Host, kv: KvView, report: Report) -> None:
         self.host = host
         self.life = host.lives
-        self._fabric = fabric
+        self._transfers = transfers
         self._name = name
         self._kv = kv
         self._report = report
@@ -371,11 +371,11 @@ class FaultySender:
     def open_ship(self, handover: Handover, token: bytes, first: int, blocks: Int32s) -> None:
         if handover in self._outflows:
             raise LawBroken(ALIEN_BYTES, f"{handover} is opened twice at {self._name}")
-        fate = self._fabric.fate(self._stream, len(blocks) * len(self._kv.layers))
+        fate = self._transfers.fate(self._stream, len(blocks) * len(self._kv.layers))
         outflow = _Outflow(self, handover, token, first, blocks.tolist(), fate)
         self._outflows[handover] = outflow
-        delay_us = self._fabric.times.delay_us + int(self._stream.random() * self._fabric.times.jitter_us)
-        receiver = self._fabric.receiver(handover.peer)
+        delay_us = self._transfers.times.delay_us + int(self._stream.random() * self._transfers.times.jitter_us)
+        receiver = self._transfers.receiver(handover.peer)
         if receiver is None or fate.refused:
             if fate.refused:
                 self.host.world.fire(Fault.KV_REFUSED, self._name)
@@ -388,7 +388,7 @@ class FaultySender:
     def ship(self, handover: Handover, step: int | None, first: int, upto: int, last: bool) -> None:
         outflow = self._outflows.get(handover)
         if outflow is None or outflow.over:
-            return  # it has failed, and that is on its way to whoever ordered this
+            return  # it has failed, and the event is on its way to the worker
         layers = len(self._kv.layers)
         outflow.ordered += (upto - first) * layers
         outflow.all_ordered = outflow.all_ordered or last
@@ -401,7 +401,7 @@ class FaultySender:
             self._pump(outflow)
 
     def fence(self, handover: Handover) -> None:
-        delay_us = self._fabric.fence_us(self._stream, self._name)
+        delay_us = self._transfers.fence_us(self._stream, self._name)
         self.host.after(delay_us, self._fenced, self._outflows.get(handover), handover)
 
     # ── layers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -424,27 +424,27 @@ class FaultySender:
         for outflow in self._outflows.values():
             outflow.computing.pop(step, None)
 
-    # ── what becomes of a connection ─────────────────────────────────────────────────────────────────────────────────────
+    # ── the connection ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def fail(self, outflow: _Outflow, reason: str) -> None:
-        """Noticed a little later."""
+        """Report the failure within 50 ms."""
         if not self._dead:
             self.host.after(self._stream.randrange(NOTICED_WITHIN_US // 4), self._failed, outflow, reason)
 
     def die(self) -> None:
-        """Takers notice at once, or never: then it is for their leases to end."""
+        """Takers notice within 5 ms, or never: then their leases run out."""
         self._dead = True
         for outflow in self._outflows.values():
             if outflow.inflow is not None and outflow.receiver is not None and not outflow.inflow.over:
-                outflow.over = outflow.over or not self._fabric.times.pulls  # mapped memory outlives its process
+                outflow.over = outflow.over or not self._transfers.times.pulls  # mapped memory outlives its process
                 if self._stream.random() < 0.5:
                     outflow.receiver.spoil(outflow.inflow, "the giver is gone")
         self._outflows.clear()
 
     def _knock(self, outflow: _Outflow, receiver: FaultyReceiver) -> None:
-        """At the taker."""
+        """Present the token at the taker."""
         answered = receiver.connect(outflow)
-        self.host.world.after(self._fabric.times.delay_us, _on, self, self._answered, outflow, answered)
+        self.host.world.after(self._transfers.times.delay_us, _on, self, self._answered, outflow, answered)
 
     def _answered(self, outflow: _Outflow, connected: bool) -> None:
         outflow.connected = connected
@@ -476,16 +476,16 @@ class FaultySender:
         self._report(Fenced(handover))
 
     def _still_as_sent(self, outflow: _Outflow) -> None:
-        """Until its fence is answered, nobody may write where a transfer reads."""
+        """Check that no block was written between its sending and the fence."""
         for (layer, index), check in outflow.sent_checks.items():
             if check != check_of(layer, index, self.read(outflow.blocks[index - outflow.first], layer)):
                 raise LawBroken(ALIEN_BYTES, f"{self._name} wrote to block {index} of {outflow.handover} before its fence")
 
     def _tell_taker(self, outflow: _Outflow, inflow: _Inflow, reason: str) -> None:
-        """As a closed connection does."""
+        """Report a closed connection to the taker."""
         if outflow.receiver is not None:
             end = outflow.receiver
-            self.host.world.after(self._fabric.times.delay_us, _on, end, end.spoil, inflow, reason)
+            self.host.world.after(self._transfers.times.delay_us, _on, end, end.spoil, inflow, reason)
 
     def _pump(self, outflow: _Outflow) -> None:
         if outflow.over or outflow.busy or not outflow.connected:
@@ -499,11 +499,11 @@ class FaultySender:
                 )
             outflow.shipped = True
             self._report(Shipped(outflow.handover, b"".join(_CHECK.pack(check) for check in outflow.checks)))
-            if not self._fabric.times.pulls or outflow.inflow is None or outflow.inflow.over:
+            if not self._transfers.times.pulls or outflow.inflow is None or outflow.inflow.over:
                 self.forget(outflow)
 
     def _send_some(self, outflow: _Outflow) -> None:
-        times, fate, pieces = self._fabric.times, outflow.fate, list[Piece]()
+        times, fate, pieces = self._transfers.times, outflow.fate, list[Piece]()
         for _ in range(min(len(outflow.ready), times.burst)):
             layer, index = outflow.ready.popleft()
             data = self.read(outflow.blocks[index - outflow.first], layer)
@@ -537,19 +537,13 @@ class FaultySender:
 
     def _break(self, outflow: _Outflow) -> None:
         self.host.world.fire(Fault.KV_BROKEN, self._name)
-        outflow.busy = True  # it never goes on
+        outflow.busy = True  # it never continues
         self.fail(outflow, "connection broken")
         if outflow.fate.taker_notices and outflow.inflow is not None:
             self._tell_taker(outflow, outflow.inflow, "connection broken")
 
 
 def _on(end: FaultyReceiver | FaultySender, act: Callable[..., None], *arguments: object) -> None:
-    """At one end of a connection, if that life of it still lasts."""
+    """Run `act` on the host of this end, if that life has not ended."""
     if end.life == end.host.lives:
         end.host.run(act, *arguments)
-
-
-def _flipped(data: bytes, bit: int) -> bytes:
-    spoilt = bytearray(data)
-    spoilt[bit // 8] ^= 1 << (bit % 8)
-    return bytes(spoilt)

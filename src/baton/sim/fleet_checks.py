@@ -1,6 +1,6 @@
-"""A fleet behind a router in a fuzzed world: when it is whole again, when it is quiet, and what must be true of it then.
+"""Checks of a fleet behind a router in a fuzzed world: whether it serves, whether it is idle, and that nothing is held then.
 
-Owns nothing but the question. The router is at the gate, instances are on their seats, faults come from the upheaval.
+Owns no state beyond references to the router's host, the instances' hosts and the router's faults.
 """
 
 from __future__ import annotations
@@ -15,82 +15,89 @@ from baton.sim.router_host import RouterHost
 
 RESUMED_WITHIN_US = 5_000_000
 CLAIMED_WITHIN_US = 500_000
-"""A client may take so long to notice and to come back."""
+"""Time a client may need to notice a lost router and to come back."""
 
 
 class FleetChecks:
-    def __init__(self, gate: RouterHost, upheaval: RouterFaults, seats: Sequence[InstanceHost]) -> None:
-        self.gate = gate
-        self._upheaval = upheaval
-        self._seats = seats
+    def __init__(self, router_host: RouterHost, router_faults: RouterFaults, nodes: Sequence[InstanceHost]) -> None:
+        self.router_host = router_host
+        self._router_faults = router_faults
+        self._nodes = nodes
 
     def boot(self) -> None:
-        self._upheaval.boot()
-        self._upheaval.unleash()
+        self._router_faults.boot()
+        self._router_faults.unleash()
 
     @property
     def noticed_us(self) -> int:
-        """After so long the router knows who is there; whoever is not, has been told when it spoke."""
-        return self.gate.config.suspect_us + 2 * self.gate.config.beat_us + 200_000
+        """Time until the router has noticed every lost instance, and every lost instance has learned it."""
+        return self.router_host.config.suspect_us + 2 * self.router_host.config.beat_us + 200_000
 
     def heal(self) -> None:
-        self._upheaval.heal()
+        self._router_faults.heal()
 
-    def serves(self, seat: InstanceHost) -> bool:
-        """Both ends are in the same session, the router has welcomed it there, and it is not about to go."""
-        member, door = seat.member, self.gate.doors[seat.number]
-        if seat.instance is None or seat.instance.is_leaving or seat.instance.is_behind or member is None or member.drains:
+    def serves(self, node: InstanceHost) -> bool:
+        """Whether both ends are in the same session, the router has welcomed it there, and it does not drain or leave."""
+        front_end, connection = node.front_end, self.router_host.connections[node.number]
+        if (
+            node.instance is None
+            or node.instance.is_leaving
+            or node.instance.is_behind
+            or front_end is None
+            or front_end.drains
+        ):
             return False
-        same = member.line.session == door.line.session
-        return same and member.serves and door.session is not None and self.gate.knows(seat.name)
+        same = front_end.line.session == connection.line.session
+        return same and front_end.serves and connection.session is not None and self.router_host.knows(node.name)
 
     @property
     def is_quiet(self) -> bool:
-        """Nothing is open at the router, and nothing kept for it."""
-        if self.gate.switch.router.open_requests:
+        """Whether no request is open at the router, and no instance holds a choice for it."""
+        if self.router_host.sessions.router.open_requests:
             return False
-        return all(seat.member is None or not seat.member.relay.held_choices for seat in self._seats)
+        return all(node.front_end is None or not node.front_end.sessions.held_choices for node in self._nodes)
 
-    def nothing_held(self, judge: LawChecker) -> None:
-        router = self.gate.switch.router
+    def nothing_held(self, checker: LawChecker) -> None:
+        router = self.router_host.sessions.router
         if router.open_requests or router.waiting:
             raise LawBroken(LIVENESS, f"the router still has {router.open_requests} bodies, {router.waiting} choices wait")
-        for seat in self._seats:
-            if seat.member is not None and seat.member.relay.held_choices:
+        for node in self._nodes:
+            if node.front_end is not None and node.front_end.sessions.held_choices:
                 raise LawBroken(
-                    FORGOTTEN, f"{seat.name} keeps {seat.member.relay.held_choices} choices of bodies that are over"
+                    FORGOTTEN, f"{node.name} keeps {node.front_end.sessions.held_choices} choices of bodies that are over"
                 )
-        said = self.gate.book.members()
-        for seat in self._seats:
-            if seat.instance is not None:
-                self._names_are_true(seat, said[seat.number], judge.cached_names(seat.instance))
+        said = self.router_host.watcher.members()
+        for node in self._nodes:
+            if node.instance is not None:
+                self._names_are_true(node, said[node.number], checker.cached_names(node.instance))
 
-    def _names_are_true(self, seat: InstanceHost, said: set[bytes], cached: set[bytes]) -> None:
+    def _names_are_true(self, node: InstanceHost, said: set[bytes], cached: set[bytes]) -> None:
         if said != cached:
-            raise LawBroken(TRUE_NAMES, f"{seat.name} has {len(cached)} prefixes cached and says so of {len(said)}")
-        session = self.gate.doors[seat.number].session
+            raise LawBroken(TRUE_NAMES, f"{node.name} has {len(cached)} prefixes cached and says so of {len(said)}")
+        session = self.router_host.connections[node.number].session
         for key in sorted(said):
-            if session not in self.gate.holders(key):
-                raise LawBroken(TRUE_NAMES, f"{seat.name} has said {key.hex()}, and the router does not know it")
+            if session not in self.router_host.holders(key):
+                raise LawBroken(TRUE_NAMES, f"{node.name} has said {key.hex()}, and the router does not know it")
 
     def may_be_forgotten(self, origin: bytes, lost_us: int) -> bool:
-        """Whether the router of that time had it nowhere, or something happened to whoever had it, or to a router.
+        """Whether the request was at no instance when the router crashed, or a fault hit such an instance or a router.
 
-        Since then, or so shortly before that the router did not know it yet.
+        The fault may have happened since then, or so shortly before that the router had not noticed it.
         """
-        kept = self.gate.kept.get((origin, lost_us))
-        config = self.gate.config
+        kept = self.router_host.kept.get((origin, lost_us))
+        config = self.router_host.config
         short = config.deadline_us < RESUMED_WITHIN_US or config.orphan_grace_us < CLAIMED_WITHIN_US
-        if not kept or short or self.gate.disturbed_us > lost_us:
+        if not kept or short or self.router_host.disturbed_us > lost_us:
             return True
-        return any(self._seats[number].hurt_until_us() >= lost_us - self.noticed_us for number in kept)
+        return any(self._nodes[number].hurt_until_us() >= lost_us - self.noticed_us for number in kept)
 
-    def gather_moves(self, judge: LawChecker) -> None:
-        for line in self.gate.lines:
-            judge.took_moves("link", line.moves())
-        for switch in (*self.gate.former, self.gate.switch):
-            judge.took_moves("carrying", switch.router.moves())
-            judge.took_moves("member", switch.router.fleet.moves())
-        for relay in (*self._upheaval.relays(), *(relay for seat in self._seats for relay in seat.relays)):
-            judge.took_moves("relay", relay.moves())
-            judge.took_moves("standing", relay.session_moves())
+    def gather_moves(self, checker: LawChecker) -> None:
+        for line in self.router_host.lines:
+            checker.took_moves("link", line.moves())
+        for sessions in (*self.router_host.former_sessions, self.router_host.sessions):
+            checker.took_moves("carrying", sessions.router.moves())
+            checker.took_moves("member", sessions.router.fleet.moves())
+        of_nodes = [sessions for node in self._nodes for sessions in node.instance_sessions]
+        for instance_sessions in (*self._router_faults.instance_sessions(), *of_nodes):
+            checker.took_moves("relay", instance_sessions.moves())
+            checker.took_moves("standing", instance_sessions.session_moves())

@@ -1,7 +1,7 @@
-"""The front end: production desks, one for each instance and session, and a simple spread of requests over them.
+"""The front end of a simulated cluster without a router: a production RequestTable per instance and session, in rotation.
 
-Owns which request is open at which instance. It turns to the instances in order, skipping those that are not there; where
-none is, the client is told so at once. It hands news to callers and decides nothing else: no retries, no choice by load.
+Owns which request is open at which instance. Instances are used in turn, skipping those that do not serve; if none does, the
+submission fails at once. Events are passed to submitters. There are no retries and no choice by load.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from baton.wire.request_table import (
 
 
 class Submitter(Protocol):
-    """Who made a submission, and hears of it. Each choice of the group is named by its place in it."""
+    """Made a submission and gets its events. `place` is the index of a choice in the group."""
 
     def opened(self) -> None: ...
 
@@ -38,22 +38,22 @@ class Submitter(Protocol):
     def progress(
         self, place: int, tokens: list[int], begin: int, end: int, cached_tokens: int | None, ended: EndedRequest | None
     ) -> None:
-        """The tokens from `begin` to `end` are for this choice."""
+        """`tokens[begin:end]` are new tokens of this choice."""
 
     def lost(self, place: int | None, end: LostEntry) -> None:
-        """The instance is gone; None: before it had answered the submission."""
+        """The instance is lost; `place` is None when it had not accepted the submission yet."""
 
 
 class SubmittedGroup:
-    """A submitted group, as its caller holds it. It belongs to one session: after that it does nothing any more."""
+    """A submitted group, for its submitter. It belongs to one session and has no effect after that."""
 
-    def __init__(self, counter: InstanceTable, ticket: int) -> None:
-        self.instance = counter.number
-        self._counter = counter
-        self._desk = counter.desk
+    def __init__(self, instance_table: InstanceTable, ticket: int) -> None:
+        self.instance = instance_table.number
+        self._instance_table = instance_table
+        self._request_table = instance_table.request_table
         self._ticket = ticket
         self.serials: tuple[int, ...] | None = None
-        """None until the instance has accepted it."""
+        """None until the instance has accepted the group."""
 
     @property
     def where(self) -> str:
@@ -61,51 +61,51 @@ class SubmittedGroup:
 
     @property
     def is_early(self) -> bool:
-        """The instance has not answered yet."""
+        """Whether the instance has not answered yet."""
         return self.serials is None
 
     def leave(self) -> bool:
-        """The caller is gone. Answers whether it hears nothing any more."""
+        """Cancel: the submitter is gone. Returns whether it gets no further events."""
         if self.serials is None:
-            self._counter.forget(self._ticket, self._desk)
+            self._instance_table.forget(self._ticket, self._request_table)
             return True
         for serial in self.serials:
-            self._counter.order(self._desk.cancel(serial))
+            self._instance_table.order(self._request_table.cancel(serial))
         return False
 
     def stop(self, place: int, keep: int) -> None:
         if self.serials is not None:
-            self._counter.order(self._desk.stop(self.serials[place], keep))
+            self._instance_table.order(self._request_table.stop(self.serials[place], keep))
 
 
 class InstanceTable:
-    """The front end's side of one instance: a desk for as long as a session lasts."""
+    """The front end's side of one instance: a new RequestTable for each session."""
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.desk = RequestTable()
+        self.request_table = RequestTable()
         self.serves = False
-        """Whether the instance has said that it is ready, and is not known to be gone."""
+        """Whether the instance has reported ready in a session that is not lost."""
         self.line: LineEndpoint | None = None
-        self.former_desks: list[RequestTable] = []
-        """Of sessions that were lost."""
+        self.former_tables: list[RequestTable] = []
+        """Tables of lost sessions."""
         self._pending: dict[int, tuple[Submitter, SubmittedGroup]] = {}
         self._callers: dict[int, tuple[Submitter, int]] = {}
         self._outbox: deque[bytes] = deque()
         self._abandoned: list[int] = []
-        """Tickets whose callers left before the answer."""
+        """Tickets whose submitters left before the answer."""
 
     def submit(self, group: Sequence[Submission], caller: Submitter) -> SubmittedGroup:
-        message = self.desk.submit(group)
+        message = self.request_table.submit(group)
         booking = SubmittedGroup(self, message.ticket)
         self._pending[message.ticket] = (caller, booking)
         self.order(message)
         return booking
 
-    def forget(self, ticket: int, desk: RequestTable) -> None:
-        """The caller left before the answer."""
-        desk.abandon(ticket)
-        if desk is self.desk:
+    def forget(self, ticket: int, request_table: RequestTable) -> None:
+        """The submitter left before the answer."""
+        request_table.abandon(ticket)
+        if request_table is self.request_table:
             self._abandoned.append(ticket)
             self._pending.pop(ticket, None)
 
@@ -114,11 +114,11 @@ class InstanceTable:
 
     @property
     def can_take(self) -> bool:
-        """Whether a new request may be sent there now."""
+        """Whether a new request may be sent to the instance now."""
         return self.serves and not self._outbox and self.line is not None and not self.line.is_full
 
     def order(self, message: ToEngine | None) -> None:
-        """Cancels, stops and drains are never refused: they wait until the line takes them."""
+        """Send a message; it waits in the outbox while the line is full."""
         if message is not None:
             self._outbox.append(encode_to_engine(message))
             self._post()
@@ -128,20 +128,20 @@ class InstanceTable:
             self.line.send(self._outbox.popleft())
 
     def knows_another_life(self, acceptor: LineEndpoint) -> bool:
-        """Whether an instance has just taken up a session that we are in the middle of, with its former life."""
+        """Whether a new life of the instance has accepted a session that was opened with its former life."""
         return self.line is not None and self.line.session == acceptor.session and self.line.is_open
 
     # ── from the line ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def opened(self) -> None:
-        """The session is there; the instance serves when it says so."""
+        """The session is open; the instance serves once it reports ready."""
 
     def lost(self, reason: str) -> None:
-        """The instance, or the way to it, is gone: everything open there ends here."""
+        """The session is lost: every open request of it ends as lost."""
         self.serves = False
         self._outbox.clear()
         self._abandoned.clear()
-        gone, self.desk = self.desk, RequestTable()
+        gone, self.request_table = self.request_table, RequestTable()
         pending, self._pending = self._pending, {}
         callers, self._callers = self._callers, {}
         for end in gone.lose(reason):
@@ -150,13 +150,13 @@ class InstanceTable:
             elif end.serial is not None:
                 caller, place = callers[end.serial]
                 caller.lost(place, end)
-        self.former_desks.append(gone)
+        self.former_tables.append(gone)
 
     def took(self, frames: list[bytes]) -> None:
         self._post()
         for frame in frames:
             message = decode_from_engine(frame)
-            took = self.desk.take(message)
+            took = self.request_table.take(message)
             self._check_the_abandoned(message, took.orders)
             for order in took.orders:
                 self.order(order)
@@ -177,14 +177,14 @@ class InstanceTable:
                         self.lost(reason)
 
     def _check_the_abandoned(self, message: FromEngine, orders: list[ToEngine]) -> None:
-        """Whatever was accepted for a client that has left is cancelled, every choice of it."""
+        """Check that every choice accepted for a client that had left is cancelled."""
         if isinstance(message, Accepted) and message.ticket in self._abandoned:
             self._abandoned.remove(message.ticket)
             if orders != [Cancel(serial) for serial in message.serials]:
                 raise LawBroken(ENDS_AT_ONCE, f"{message} came for a client that had left, and only {orders} went back")
 
     def _deliver(self, step: StepColumns) -> None:
-        """Each caller gets its part of the step's tokens by where it begins and ends: no copies are made."""
+        """Pass each submitter the range of its tokens in the step's list, without copies."""
         callers, ended, tokens = self._callers, dict(step.ended), step.tokens
         for serial, begin, end in zip(step.serials, step.begins, step.ends, strict=True):
             over = ended.pop(serial, None) if ended else None
@@ -196,26 +196,26 @@ class InstanceTable:
 
 
 class FrontEnd:
-    """Spreads requests over the instances that take some, one after the other."""
+    """Spreads requests over the serving instances in turn."""
 
-    def __init__(self, counters: Sequence[InstanceTable], serving: Sequence[int] | None = None) -> None:
-        """`serving`: those that take requests of clients; None: all do."""
-        self.counters = counters
-        self.doors = counters if serving is None else [counters[number] for number in serving]
+    def __init__(self, instance_tables: Sequence[InstanceTable], serving: Sequence[int] | None = None) -> None:
+        """`serving`: numbers of the instances that take requests of clients; None: all."""
+        self.instance_tables = instance_tables
+        self.serving_tables = instance_tables if serving is None else [instance_tables[number] for number in serving]
         self._turn = 0
 
     def submit(self, group: Sequence[Submission], caller: Submitter) -> SubmittedGroup | None:
-        """None where no instance can take it."""
-        for _ in self.doors:
-            counter = self.doors[self._turn % len(self.doors)]
+        """None if no instance can take it."""
+        for _ in self.serving_tables:
+            instance_table = self.serving_tables[self._turn % len(self.serving_tables)]
             self._turn += 1
-            if counter.can_take:
-                return counter.submit(group, caller)
+            if instance_table.can_take:
+                return instance_table.submit(group, caller)
         return None
 
     def serving(self) -> dict[int, bool]:
-        return {counter.number: counter.serves for counter in self.doors}
+        return {instance_table.number: instance_table.serves for instance_table in self.serving_tables}
 
     @property
     def open_requests(self) -> int:
-        return sum(counter.desk.open_requests for counter in self.counters)
+        return sum(instance_table.request_table.open_requests for instance_table in self.instance_tables)

@@ -1,7 +1,6 @@
-"""Many seeds at once, the first that fails, and the smallest world in which it still does.
+"""Runs many seeds in parallel, finds the first that fails, and shrinks it to the smallest world that still fails.
 
-Owns the processes that run seeds, the sums over all of them, and shrinking. Reports are values; the command line prints
-them.
+Owns the processes that run seeds, the totals over all seeds, and shrinking. Printing is done by the command line.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from baton.core.routing.fleet_members import TRANSITIONS as MEMBER_MOVES
 from baton.core.routing.routed_request import TRANSITIONS as CARRY_MOVES
 from baton.sim.faults import Fault
 from baton.sim.fuzzed_run import WorldVerdict, run_seed
-from baton.sim.law_checker import haul_table, move_name, peer_tables
+from baton.sim.law_checker import move_name, peer_tables, transfer_table
 from baton.sim.law_names import OWN_CHECKS, LawBroken
 from baton.sim.scenario import ScenarioTrim
 from baton.sim.shard import SeedReport
@@ -41,7 +40,7 @@ _MACHINES: list[tuple[str, Iterable[tuple[Enum, Enum]]]] = [
     ("desk", DESK_MOVES),
     ("link", LINK_MOVES),
     *peer_tables(),
-    haul_table(),
+    transfer_table(),
     ("carrying", CARRY_MOVES),
     ("member", MEMBER_MOVES),
     ("relay", RELAY_MOVES),
@@ -51,11 +50,11 @@ EVERY_MOVE = tuple(move_name(machine, state, move) for machine, table in _MACHIN
 
 
 class NothingBroken(BatonError):
-    """A seed that was to be shrunk, and is sound."""
+    """A seed that was to be shrunk breaks no law."""
 
 
 class ShardDied(BatonError):
-    """A process that ran seeds ended before it had run them all."""
+    """A process ended before it had run all of its seeds."""
 
 
 @dataclass(slots=True)
@@ -94,7 +93,7 @@ class FuzzTotals:
         return min(self.failures, key=lambda report: report.seed, default=None)
 
     def never(self) -> list[str]:
-        """Faults that never fired and transitions that were never taken: what these seeds say nothing about."""
+        """Faults that never fired and transitions that were never taken in these seeds."""
         return [name for name in EVERY_FAULT if not self.fired[name]] + [name for name in EVERY_MOVE if not self.moves[name]]
 
 
@@ -109,7 +108,7 @@ def run_many(
     seen: Callable[[SeedReport], None] = lambda _report: None,
     go_on: Callable[[], bool] = lambda: True,
 ) -> FuzzTotals:
-    """Stops at the first failure (the lowest seed that fails), or when `go_on` says so, which is asked after each seed."""
+    """Stop at the lowest seed that fails, or when `go_on`, called after each seed, returns False."""
     totals = FuzzTotals()
     shards = [_Shard(first_seed + number, -(-(seeds - number) // jobs), jobs) for number in range(min(jobs, seeds))]
     try:
@@ -135,7 +134,7 @@ class _Shard:
         self._stride = stride
         self._end = first_seed + seeds * stride
         arguments = ["--first-seed", str(first_seed), "--seeds", str(seeds), "--stride", str(stride)]
-        # One thread each: numpy's own pools would only stand in each other's way.
+        # One thread each: numpy's thread pools would compete for the cores.
         environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "baton.sim.shard", *arguments], stdout=subprocess.PIPE, env=environment
@@ -149,7 +148,7 @@ class _Shard:
         return self._process.stdout
 
     def read(self) -> list[bytes] | None:
-        """The lines that have come; None when all seeds have been run. One that ended before that has died."""
+        """New lines; None when all seeds have been run. Raises ShardDied if the process ended before that."""
         data = os.read(self.pipe.fileno(), READ_BYTES)
         if not data:
             if self.next_seed < self._end:
@@ -166,7 +165,7 @@ class _Shard:
 
 
 def _reports(shards: list[_Shard]) -> Iterator[SeedReport]:
-    """As they come, from any shard."""
+    """Reports in the order of arrival, from all shards."""
     decoder = msgspec.json.Decoder(SeedReport)
     with selectors.DefaultSelector() as ready:
         for shard in shards:
@@ -191,9 +190,9 @@ class ShrunkWorld:
 
 
 def shrink(seed: int, tried: Callable[[ScenarioTrim], None] = lambda _trim: None) -> ShrunkWorld:
-    """The smallest world found in which the seed still breaks the same law: fewer faults, requests and instances.
+    """Find a smaller world in which the seed still breaks the same law: fewer fault classes, requests and instances.
 
-    All laws are checked after every event, so a cause may show earlier, and under another law, than the fuzzer saw.
+    All laws are checked after every event, so the failure may show earlier, and under another law, than in the fuzz run.
     """
     whole = run_seed(seed, always_audit=True)
     if whole.broken is None:
@@ -209,7 +208,7 @@ def shrink(seed: int, tried: Callable[[ScenarioTrim], None] = lambda _trim: None
 
 
 def _kind(broken: LawBroken) -> str:
-    """What makes two failures the same: the law, and where our own code raised something, what and where."""
+    """Two failures are the same if this is equal: the law and, for an exception in our code, its type and place."""
     return f"{broken.law} {broken.what.partition(': ')[0]}" if broken.law == OWN_CHECKS else broken.law
 
 
@@ -235,7 +234,7 @@ class _Shrinker:
         return best
 
     def fewer_asks(self, best: ScenarioTrim) -> ScenarioTrim:
-        """Leave out ever smaller runs of requests, as long as the failure stays."""
+        """Leave out ever smaller ranges of requests, as long as the failure stays."""
         size = max(1, len(best.asks or ()) // 2)
         while True:
             at = 0

@@ -1,10 +1,10 @@
-"""One fuzzed world from its beginning to the verdict.
+"""One fuzzed world from its start to the verdict.
 
 Owns the two phases:
 
-    chaos    requests arrive, faults happen; safety laws after each event
-    heal     no fault any more; every open request must end within a bound, every instance must serve again (each is
-             asked one more question), and then nothing may be held
+    chaos    requests arrive and faults happen; safety laws are checked after each event
+    heal     no more faults; every open request must end within a bound, every instance must serve again (each gets one
+             more request), and then no resources may be held
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from baton.sim.recovery import Recovery
 from baton.sim.scenario import Scenario, ScenarioTrim, draw_scenario
 
 BOOTED_US = 30_000
-"""Nobody asks before the instances had time to start."""
+"""Time for the instances to start before the first request."""
 RECOVERED_WITHIN_US = 10_000_000
 QUIET_WITHIN_US = 10_000_000
 
@@ -43,7 +43,7 @@ class WorldVerdict:
 
 
 class FuzzedRun:
-    """A scenario under way."""
+    """Runs one scenario."""
 
     def __init__(self, scenario: Scenario, *, tell_story: bool = False, always_audit: bool = False) -> None:
         self.scenario = scenario
@@ -65,26 +65,26 @@ class FuzzedRun:
             virtual_us=site.world.now_us,
             asks=sum(user.made for user in site.users),
             fired=site.world.fired,
-            moves=site.judge.moves,
-            ends=site.judge.ends,
+            moves=site.checker.moves,
+            ends=site.checker.ends,
             story=tuple(site.world.story),
             scenario=site.scenario,
         )
 
     def _gather_moves(self) -> None:
         site = self.site
-        for seat in site.seats:
-            if seat.instance is not None:
-                site.judge.buried(seat.instance)
-            for end in (*seat.lines, *seat.peer_lines):
-                site.judge.took_moves("link", end.moves())
-            if seat.counter is not None:
-                for desk in (seat.counter.desk, *seat.counter.former_desks):
-                    site.judge.took_moves("desk", desk.moves())
+        for node in site.nodes:
+            if node.instance is not None:
+                site.checker.buried(node.instance)
+            for end in (*node.lines, *node.peer_lines):
+                site.checker.took_moves("link", end.moves())
+            if node.instance_table is not None:
+                for request_table in (node.instance_table.request_table, *node.instance_table.former_tables):
+                    site.checker.took_moves("desk", request_table.moves())
         for line in site.lines:
-            site.judge.took_moves("link", line.moves())
+            site.checker.took_moves("link", line.moves())
         if site.fleet is not None:
-            site.fleet.gather_moves(site.judge)
+            site.fleet.gather_moves(site.checker)
 
     def _broken_law(self) -> LawBroken | None:
         try:
@@ -96,28 +96,28 @@ class FuzzedRun:
     def _live(self) -> None:
         site = self.site
         if site.fleet is None:
-            for seat in site.seats:
-                seat.boot()
+            for node in site.nodes:
+                node.boot()
         else:
             site.fleet.boot()
         for line in site.lines:
             line.open()
         for user, plan in zip(site.users, site.scenario.users, strict=True):
             user.start(plan.at_us + BOOTED_US)
-        site.chaos.unleash()
+        site.fault_injector.unleash()
         site.until(site.scenario.span_us)
         if self.when_healed is not None:
             self.when_healed()
         site.world.note("world", "heals")
-        site.chaos.heal()
+        site.fault_injector.heal()
         if site.fleet is not None:
             site.fleet.heal()
-        for seat in site.seats:
-            site.look_for_what_is_held(seat)
+        for node in site.nodes:
+            site.look_for_what_is_held(node)
         site.audit_all()
         site.until_all_have_ended(site.users, HEALED_WITHIN_US, LIVENESS)
         patience_us = site.noticed_us if site.fleet is None else site.fleet.noticed_us
-        site.until(site.world.now_us + patience_us)  # whoever has not noticed a loss yet does now
+        site.until(site.world.now_us + patience_us)  # every process has noticed a loss by then
         self._recovery.until_all_serve(site.world.now_us + RECOVERED_WITHIN_US)
         self._recovery.ask_each_instance()
         self._recovery.until_nothing_is_held(site.world.now_us + QUIET_WITHIN_US)

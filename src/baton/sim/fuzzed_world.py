@@ -1,6 +1,6 @@
-"""A scenario built: hosts, lines, instances, router, clients and whoever makes faults happen.
+"""The objects of one fuzzed scenario: hosts, lines, instances, router, clients and fault injectors.
 
-Owns how they are put together, how time passes among them, and what has happened to whom, as the cause of what clients see.
+Owns their construction, the loop that advances time, and the answers to which losses and suspicions injected faults explain.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from baton.sim.world import Host, World
 EVENTS_MAX = 200_000
 HEALED_WITHIN_US = 20_000_000
 STANDSTILL_US = 3_000_000
-"""Nothing but signs of life for so long, while somebody waits, is a deadlock."""
+"""While a client waits, this long with nothing but heartbeats is a deadlock."""
 PEER_DEAD_US = 3_000_000
-"""So long after an instance died nothing may be held for it."""
+"""This long after an instance died, its peers may hold nothing for it."""
 UNBOUNDED = 1 << 30
 SUSPECTED_WITHIN_US = 200_000
-"""Beyond the time that a router waits for a sign of life: what was under way arrives late."""
+"""Allowance beyond the router's silence limit, for messages that arrive late."""
 
 
 class FuzzedWorld:
@@ -49,39 +49,46 @@ class FuzzedWorld:
         self.scenario = scenario
         self.world = World(scenario.seed, events_max=EVENTS_MAX, tell_story=tell_story)
         line_max = scenario.link.window + scenario.link.backlog_max + (0 if scenario.router is None else UNBOUNDED)
-        self.judge = LawChecker(self.world, self, VOCABULARY, line_max, always_audit)
+        self.checker = LawChecker(self.world, self, VOCABULARY, line_max, always_audit)
         self.network = SimulatedNetwork(self.world, scenario.rates.network)
         self._connections = Links(self.network, scenario.link)
         self._front_host = Host(self.world, FRONT)
-        self.fabric = FaultyTransfers(self.world, scenario.rates.kv, scenario.kv)
+        self.transfers = FaultyTransfers(self.world, scenario.rates.kv, scenario.kv)
         serving = [number for number, role in enumerate(scenario.roles) if role.serves]
         self.front = FrontEnd([InstanceTable(number) for number in range(scenario.instances)], serving)
-        self.depot = self._make_depot()
+        self.storage_model = self._make_storage_model()
         self.lines: list[LineEndpoint] = []
         self._secret = self.world.stream("key of the fleet").randbytes(32)
-        self.seats = [self._seat(number) for number in range(scenario.instances)]
+        self.nodes = [self._node(number) for number in range(scenario.instances)]
         self.fleet = None if scenario.router is None else self._fleet(scenario.router)
-        self.chaos = FaultInjector(
-            self.world, self.network, self._front_host, self.seats, scenario.rates, scenario.span_us, self.fabric, self.depot
+        self.fault_injector = FaultInjector(
+            self.world,
+            self.network,
+            self._front_host,
+            self.nodes,
+            scenario.rates,
+            scenario.span_us,
+            self.transfers,
+            self.storage_model,
         )
-        self.depot.when_hasty = self._lose_patience
-        entrance = self.front if self.fleet is None else self.fleet.gate
+        self.storage_model.when_hasty = self._lose_patience
+        entrance = self.front if self.fleet is None else self.fleet.router_host
         self.users = [self.user(plan.asks, entrance, plan.converses) for plan in scenario.users]
 
     def may_be_lost(self, instance: int, accepted: bool) -> bool:
         now_us = self.world.now_us
         noisy = self.scenario.rates.network.may_silence and now_us <= self.scenario.span_us + self.noticed_us
-        if noisy or instance >= len(self.seats):  # some are strangers
+        if noisy or instance >= len(self.nodes):  # numbers beyond the instances are old lives
             return True
-        return now_us <= self.seats[instance].troubled_until_us(rolling_too=not accepted) + self.noticed_us
+        return now_us <= self.nodes[instance].troubled_until_us(rolling_too=not accepted) + self.noticed_us
 
     def may_be_suspected(self, instance: int) -> bool:
         router = self.scenario.router
-        if router is None or instance >= len(self.seats):  # some are strangers
+        if router is None or instance >= len(self.nodes):  # numbers beyond the instances are old lives
             return True
         now_us, noticed_us = self.world.now_us, router.suspect_us + 2 * router.beat_us + SUSPECTED_WITHIN_US
         noisy = self.scenario.rates.network.may_silence and now_us <= self.scenario.span_us + noticed_us
-        return noisy or now_us <= self.seats[instance].hurt_until_us() + noticed_us
+        return noisy or now_us <= self.nodes[instance].hurt_until_us() + noticed_us
 
     def may_be_forgotten(self, origin: bytes, lost_us: int) -> bool:
         return self.fleet is None or self.fleet.may_be_forgotten(origin, lost_us)
@@ -91,7 +98,7 @@ class FuzzedWorld:
 
     @property
     def noticed_us(self) -> int:
-        """After so long both sides know of a loss: each may need its whole patience, and packets may come late."""
+        """Time until both sides have noticed a lost session: both silence limits, and half a second for late packets."""
         return self.scenario.link.silent_us + self.scenario.link.acceptor_silent_us + 500_000
 
     def until(self, until_us: int) -> None:
@@ -109,56 +116,56 @@ class FuzzedWorld:
                 raise LawBroken(DEADLOCK, who)
             if self.world.now_us > bound_us:
                 raise LawBroken(law, who)
-            for _ in range(32):  # asking everybody after each event would take longer than the event
+            for _ in range(32):  # checking all users after each event would take longer than the event
                 if self.world.next_us is not None:
                     self.world.step()
 
-    def look_for_what_is_held(self, seat: InstanceHost) -> None:
-        """It has just died, or everything has healed: three seconds later nobody holds what was held for it then."""
-        if seat.peers:
-            self.world.after(PEER_DEAD_US, self._nothing_held_for, seat, self.world.now_us)
+    def look_for_what_is_held(self, node: InstanceHost) -> None:
+        """After a death or the end of faults: check in three seconds that no peer holds what it held for it by now."""
+        if node.peers:
+            self.world.after(PEER_DEAD_US, self._nothing_held_for, node, self.world.now_us)
 
-    def _nothing_held_for(self, seat: InstanceHost, since_us: int) -> None:
-        for other in self.seats:
+    def _nothing_held_for(self, node: InstanceHost, since_us: int) -> None:
+        for other in self.nodes:
             life = other.instance
-            if other.name not in seat.peers or life is None or life.worker is None:
+            if other.name not in node.peers or life is None or life.worker is None:
                 continue
             if other.host.paused or life.hindered_us > since_us:
-                self.world.after(PEER_DEAD_US, self._nothing_held_for, seat, since_us)
+                self.world.after(PEER_DEAD_US, self._nothing_held_for, node, since_us)
                 return
-        for other in self.seats:
-            if other.name in seat.peers and other.instance is not None and other.instance.worker is not None:
-                self.judge.nothing_held_for(other.instance, seat.name, since_us)
+        for other in self.nodes:
+            if other.name in node.peers and other.instance is not None and other.instance.worker is not None:
+                self.checker.nothing_held_for(other.instance, node.name, since_us)
 
     def audit_all(self) -> None:
-        for seat in self.seats:
-            if seat.instance is not None and seat.instance.worker is not None:
-                self.judge.audit(seat.instance.worker)
+        for node in self.nodes:
+            if node.instance is not None and node.instance.worker is not None:
+                self.checker.audit(node.instance.worker)
 
-    def serves(self, seat: InstanceHost) -> bool:
-        return _serves(seat, self.lines[seat.number]) if self.fleet is None else self.fleet.serves(seat)
+    def serves(self, node: InstanceHost) -> bool:
+        return _serves(node, self.lines[node.number]) if self.fleet is None else self.fleet.serves(node)
 
-    def door_of(self, seat: InstanceHost) -> Entrance:
-        """Where a question must be asked so that this one answers it; behind a router, somebody does."""
+    def entrance_of(self, node: InstanceHost) -> Entrance:
+        """The entrance for a request that this instance shall answer; behind a router, any instance may."""
         if self.fleet is not None:
-            return self.fleet.gate
-        if seat.counter is None:
-            raise RuntimeError(f"{seat.name} has no front end and no router")
-        return FrontEnd([seat.counter])
+            return self.fleet.router_host
+        if node.instance_table is None:
+            raise RuntimeError(f"{node.name} has no front end and no router")
+        return FrontEnd([node.instance_table])
 
     def user(self, asks: tuple[ClientRequest, ...], front: Entrance, converses: bool) -> SimulatedUser:
         config = self.scenario.config
         return SimulatedUser(
             self._front_host,
             front,
-            self.judge,
+            self.checker,
             asks,
             converses=converses,
             tokens_max=config.sequence_tokens_max,
             preemptions_max=config.max_preemptions,
         )
 
-    def _seat(self, number: int) -> InstanceHost:
+    def _node(self, number: int) -> InstanceHost:
         scenario = self.scenario
         router = scenario.router
         spec = InstanceSpec(
@@ -168,34 +175,36 @@ class FuzzedWorld:
             scenario.times,
             None if router is None and not scenario.has_store else self._secret,
         )
-        counter = self.front.counters[number] if router is None else None
-        seat = InstanceHost(
+        instance_table = self.front.instance_tables[number] if router is None else None
+        node = InstanceHost(
             self.world,
             self._connections,
             spec,
-            counter,
+            instance_table,
             scenario.rates.disk,
-            self.judge,
-            self.fabric,
+            self.checker,
+            self.transfers,
             scenario.peers_of(number),
             0 if router is None else router.orphan_grace_us,
-            self.depot,
+            self.storage_model,
         )
-        seat.when_dead = self.look_for_what_is_held
-        if counter is not None:
-            counter.line = line = self._connections.initiator(self._front_host, f"{FRONT} {number}", seat.name, counter)
+        node.when_dead = self.look_for_what_is_held
+        if instance_table is not None:
+            instance_table.line = line = self._connections.initiator(
+                self._front_host, f"{FRONT} {number}", node.name, instance_table
+            )
             self.lines.append(line)
-        return seat
+        return node
 
-    def _make_depot(self) -> StorageModel:
+    def _make_storage_model(self) -> StorageModel:
         scenario = self.scenario
         store = SimulatedStore(self.world, scenario.rates.store, scenario.store) if scenario.has_store else None
-        self.judge.peers_share_a_store = store is not None and any(role.takes for role in scenario.roles)
-        return StorageModel(self.world, scenario.rates.copies, scenario.copies, store, self.judge.names_of)
+        self.checker.peers_share_a_store = store is not None and any(role.takes for role in scenario.roles)
+        return StorageModel(self.world, scenario.rates.copies, scenario.copies, store, self.checker.names_of)
 
-    def _lose_patience(self, instance: SimulatedInstance, haul: TransferId, delay_us: int) -> None:
-        """Whose KV is being brought back leaves about then."""
-        waiting = self.judge.waits_for(instance, haul)
+    def _lose_patience(self, instance: SimulatedInstance, transfer: TransferId, delay_us: int) -> None:
+        """Let the client whose KV is copied back disconnect after `delay_us`."""
+        waiting = self.checker.waits_for(instance, transfer)
         index = None if waiting is None else int(waiting.partition(".")[0])
         for user in self.users:
             client = user.client
@@ -205,18 +214,20 @@ class FuzzedWorld:
 
     def _fleet(self, router: RouterConfig) -> FleetChecks:
         scenario = self.scenario
-        self.judge.behind_router = True
-        doors = scenario.instances + scenario.rates.old_lives
-        gate = RouterHost(self.world, self._connections, router, doors, self._secret, AttemptBook(router, self))
-        upheaval = RouterFaults(self.world, self._connections, gate, self.seats, scenario.rates, scenario.span_us)
-        return FleetChecks(gate, upheaval, self.seats)
+        self.checker.behind_router = True
+        line_count = scenario.instances + scenario.rates.old_lives
+        router_host = RouterHost(self.world, self._connections, router, line_count, self._secret, AttemptBook(router, self))
+        router_faults = RouterFaults(
+            self.world, self._connections, router_host, self.nodes, scenario.rates, scenario.span_us
+        )
+        return FleetChecks(router_host, router_faults, self.nodes)
 
 
-def _serves(seat: InstanceHost, line: LineEndpoint) -> bool:
-    """Both ends are in the same session, and the instance has said in it that it is ready."""
-    if seat.instance is None or seat.instance.is_leaving or seat.line is None or seat.counter is None:
+def _serves(node: InstanceHost, line: LineEndpoint) -> bool:
+    """Whether both ends are in the same session, and the instance has reported ready in it."""
+    if node.instance is None or node.instance.is_leaving or node.line is None or node.instance_table is None:
         return False
-    return seat.line.session == line.session and seat.counter.serves and not line.undelivered
+    return node.line.session == line.session and node.instance_table.serves and not line.undelivered
 
 
 def _scripted(layers: int, shape: ExecutorShape) -> ScriptedExecutor:

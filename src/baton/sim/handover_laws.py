@@ -1,7 +1,7 @@
-"""What was promised about hand-overs, checked on what one worker hears and orders.
+"""Checks of hand-overs on the events and effects of one worker.
 
-Owns the book of one life: who was asked, which blocks are leased to whom since when, what is on its way out. It is kept from
-events and effects alone, so it holds whatever the tables behind them look like inside.
+Owns the record of one life: hand-overs asked for, leases with their blocks and times, and outgoing transfers. It is derived
+from events and effects alone and is independent of the worker's own tables.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ from baton.sim.law_names import (
 )
 
 PASS_US = 1_000
-"""A worker that looks at its leases so often is on time."""
+"""Allowance for the time between two passes of a worker."""
 
 
 @dataclass(slots=True)
 class _Lease:
     opened_us: int
     sign_us: int
-    """When the giver was last heard of."""
+    """When the giver last gave a sign of life."""
     blocks: frozenset[int]
     fencing: bool = False
 
@@ -75,22 +75,22 @@ class HandoverLaws:
         self._where = where
         self._asked: dict[Handover, int] = {}
         self._arrived: dict[Handover, int] = {}
-        """What peers asked for, and when."""
+        """When each hand-over was asked for by a peer."""
         self._leases: dict[Handover, _Lease] = {}
         self._outgoing: dict[Handover, int] = {}
-        """Data connections that were ordered to be opened, and when."""
+        """When each outgoing data connection was ordered."""
         self._fencing: set[Handover] = set()
-        """Ordered, not answered yet: nothing may be begun under that name."""
+        """Fences ordered and not answered yet: nothing may be begun for these hand-overs."""
         self._failed: set[tuple[int, PdCode]] = set()
         self._renewals: dict[Handover, int | None] = {}
-        """What was granted to us, and when the other side must have heard of it next; None: everything is said."""
+        """Hand-overs granted to this worker, and when each must be renewed next; None: no more renewals are due."""
         self._drains = False
         self._now_us = 0
         self.made = 0
-        """Hand-overs that were made to this life."""
+        """Hand-overs adopted in this life."""
 
     def held_for(self, peer: str, before_us: int) -> str | None:
-        """Something that has been open for this peer since before a moment; None: nothing is."""
+        """Words for something open for this peer since before `before_us`; None: nothing is."""
         for what, opened in (
             ("a request of it", self._asked),
             ("a lease", {handover: lease.opened_us for handover, lease in self._leases.items()}),
@@ -110,7 +110,7 @@ class HandoverLaws:
         return len(self._asked) + len(self._leases) + len(self._outgoing)
 
     def note(self, event: Event, effects: Sequence[Effect], deadline_us: int | None, now_us: int) -> None:
-        """After each event; `deadline_us`: when the worker wants to be asked again."""
+        """Called after each event; `deadline_us`: the worker's next deadline."""
         self._now_us = now_us
         self._note_event(event, now_us)
         for effect in effects:
@@ -125,7 +125,7 @@ class HandoverLaws:
         if self._leases or self._asked or self._renewals:
             self._in_time(isinstance(event, Tick), deadline_us, now_us)
 
-    # ── what is open ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the record ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _note_event(self, event: Event, now_us: int) -> None:
         match event:
@@ -209,7 +209,7 @@ class HandoverLaws:
         raise LawBroken(ANSWERED_AT_ONCE, f"{self._where} heard {message} from {event.peer} and said nothing")
 
     def _lets_go(self, event: Event) -> None:
-        """What a client, a peer or a lost session has given up is given up at once; what bytes may move in is fenced."""
+        """Check that what a client, a peer or a lost session gave up ends at once, or is fenced if bytes may still move."""
         match event:
             case Cancel(serial) | StopAt(serial):
                 kept = [handover for handover in self._asked if handover.request == serial]
@@ -246,7 +246,7 @@ class HandoverLaws:
             raise LawBroken(TRUE_DRAIN, f"{self._where} drains and takes {message.request}.{message.attempt} on")
 
     def _touches_no_lease(self, plan: StepPlan) -> None:
-        """No step may write where KV is landing."""
+        """Check that no step writes to blocks that receive KV."""
         used = [block for start in plan.starts for block in start.blocks.tolist()]
         used += plan.grow_blocks.tolist() + [copy.target for copy in plan.copies]
         for handover, lease in self._leases.items():
@@ -262,7 +262,7 @@ class HandoverLaws:
         quiet = lease is not None and now_us >= lease.sign_us + timed.lease_us
         match fault.code:
             case PdCode.NOT_DELIVERED:
-                broke = self._config.role.gives and isinstance(event, StepDone)  # its device disagreed about the row
+                broke = self._config.role.gives and isinstance(event, StepDone)  # device and scheduler disagreed
                 declined = isinstance(event, Heard) and isinstance(event.message, Decline)
                 holds = broke or declined or late or quiet or isinstance(event, TransferBroken | ShipFailed | PeerLost)
             case PdCode.TIMEOUT:
@@ -275,7 +275,7 @@ class HandoverLaws:
             raise LawBroken(TRUE_FAULT, f"{self._where}: {handover} fails on {event}: {fault.message}")
 
     def _ended(self, ended: EndedRequest) -> None:
-        """Who is sent elsewhere is told why, and only where that was asked for."""
+        """Check that only a RESCHEDULE end has a fault, with a known cause, and only if so configured."""
         if (ended.reason is FinishReason.RESCHEDULE) != (ended.fault is not None):
             raise LawBroken(TRUE_FAULT, f"{self._where}: {ended}")
         if ended.fault is None:

@@ -1,11 +1,11 @@
 """One instance: the production Worker and codec on a simulated host, device and disk.
 
-Owns what the engine process owns in service: the worker, its executor's device, and the conversation with the front end. The
-order of things is that of the real engine loop: messages first, then every pass that is due, then results as steps end; an
-instance whose front end does not take its messages stands still. Nothing about scheduling is decided here.
+Owns what the engine process owns in service: the worker, its device, and the conversation with the front end. The order of
+work is that of the real engine loop: messages first, then results of steps, then every pass that is due; an instance whose
+line to the front end is full waits. Nothing about scheduling is decided here.
 
-A life begins with the key of the prefix cache, read from disk or made anew. It ends in a crash, in a failure with last
-words, or in a restart after a drain; the next life is a new object on the same host with a higher incarnation.
+A life begins with the key of the prefix cache, read from disk or made anew. It ends in a crash, in a failure with a message,
+or in a restart after a drain; the next life is a new object on the same host with a higher incarnation.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from baton.wire.worker_messages import message_of
 
 KEY_FILE = "prefix.key"
 PULSE_US = 100_000
-"""How often the engine gives a sign of life, once its front end has asked for it."""
+"""Interval of the engine's pulses, once its front end has asked for them."""
 
 
 class FrontEndLine(Protocol):
@@ -72,35 +72,35 @@ class FrontEndLine(Protocol):
 
 
 class PeerOrdersSink(Protocol):
-    """Carries out the worker's orders about peers; passes what peers say to `SimulatedInstance.hear`."""
+    """Carries out the worker's orders about peers; passes messages of peers to `SimulatedInstance.hear`."""
 
-    def told(self, event: PeerEvent) -> None:
+    def before_handling(self, event: PeerEvent) -> None:
         """The worker is about to handle this."""
 
     def carry_out(self, effect: PeerEffect) -> None: ...
 
     def meet(self, addresses: tuple[str, ...]) -> None:
-        """Who prefills from now on: call these, and hang up on all others."""
+        """The peers that prefill from now on: connect to these, and disconnect from all others."""
 
 
 class StorageOrdersSink(Protocol):
-    """Whoever carries out what the worker orders about KV outside the pool, and answers with `SimulatedInstance.hauled`."""
+    """Carries out the worker's orders about KV outside the pool; answers with `SimulatedInstance.transfer_ended`."""
 
     def carry_out(self, effect: StorageEffect) -> None:
         """Returns at once."""
 
 
 class InstanceWatcher(Protocol):
-    """Who is told what happens in an instance: where the laws are checked."""
+    """Called for each event of an instance, to check laws."""
 
     def began(self, instance: SimulatedInstance, secret: bytes, made: bool) -> None:
-        """A life has its key of the prefix cache, read from disk or made."""
+        """A life has its key of the prefix cache, read from disk or `made` anew."""
 
     def handled(self, instance: SimulatedInstance, event: Event, effects: Sequence[Effect]) -> None:
         """Its worker has handled an event."""
 
     def buried(self, instance: SimulatedInstance) -> None:
-        """The life is over."""
+        """The life has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +110,11 @@ class InstanceSpec:
     make_executor: Callable[[ExecutorShape], Executor]
     times: StepTimeModel
     secret: bytes | None = None
-    """The key of prefix names, where a fleet shares one; None: each instance has its own, on its disk."""
+    """The key of prefix names that a fleet shares; None: each instance has its own, on its disk."""
     tick_in_flight_us: int | None = None
-    """How often leases are looked at while a step computes; None: not before it ends."""
+    """Interval of lease checks while a step computes; None: not before it ends."""
     meter: PassMeter | None = None
-    """Takes the CPU time of passes, where there is one."""
+    """Collects the CPU time of passes; None: not measured."""
 
     @property
     def shape(self) -> ExecutorShape:
@@ -131,11 +131,11 @@ class SimulatedInstance:
         self.life = host.lives
         self.last_plan: StepPlan | None = None
         self.worker: Worker | None = None
-        """None until the key is there."""
+        """None until the key has been read."""
         self._driver: WorkerDriver | None = None
-        """Comes with the worker."""
+        """None until the key has been read."""
         self.ordered: set[type[Event]] = set()
-        """What kinds of events its worker has handled."""
+        """Kinds of events that its worker has handled."""
         self._watcher = watcher
         self._disk = disk
         self.executor = spec.make_executor(spec.shape)
@@ -143,31 +143,31 @@ class SimulatedInstance:
         self.device.number = spec.number
         self._conversation: FrontEndLine | None = None
         self._inbox: deque[bytes] = deque()
-        self._heard: deque[PeerEvent] = deque()
+        self._peer_events: deque[PeerEvent] = deque()
         self.peers: PeerOrdersSink | None = None
-        self._hauled: deque[StorageEvent] = deque()
+        self._transfer_events: deque[StorageEvent] = deque()
         self.storage: StorageOrdersSink | None = None
         self.at_step: Callable[[str], None] | None = None
-        """Told of each step of a hand-over that is taken here, by name: for whoever makes crashes happen then."""
+        """Called with the name of each hand-over step taken here, to inject faults at it."""
         self.hindered_us = 0
-        """When it was last kept from its work, by a pause or a full line."""
+        """When it was last stopped by a pause or a full line."""
         self._outbox: deque[bytes] = deque()
-        """What one event brought beyond what the line could take; nothing else happens until it has left."""
+        """Frames beyond what the line could take; no event is handled until they are sent."""
         self._results: deque[StepResult] = deque()
-        """Steps that have ended; they and messages wait here while the line is full."""
+        """Results of ended steps; they and messages wait while the line is full."""
         self._alarm = Alarm(host, self._pump)
         self._pulses = Alarm(host, self._pulse)
         self._pumping = False
         self._stands_still = False
-        """The line is full, and everything waits for the front end."""
+        """Whether everything waits because the line is full."""
         self.is_leaving = False
-        """It drains, and will be followed by another life."""
+        """Whether it drains, to be followed by another life."""
         self._restart: Callable[[], None] | None = None
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def start(self, ready: Callable[[SimulatedInstance], None]) -> None:
-        """Read the key; then `ready` is called, which gives the instance its line."""
+        """Read the key, then call `ready`, which gives the instance its line."""
         self._disk.read(KEY_FILE, lambda data: self._begin(data, ready))
 
     def _begin(self, data: bytes | None, ready: Callable[[SimulatedInstance], None]) -> None:
@@ -175,7 +175,7 @@ class SimulatedInstance:
         if secret is None:
             secret = self._own_key(data)
         config = self.spec.config
-        # Of this life alone: what an earlier one granted opens nothing here.
+        # Unique to this life: tokens granted by an earlier one open nothing here.
         own = self.host.world.stream(f"hand-over {self.host.name} life {self.host.lives}").randbytes(16)
         self.worker = worker = Worker(config, PrefixIndex(secret, self.executor.fingerprint, config.blocks), own)
         self._driver = self._drive(worker)
@@ -204,7 +204,7 @@ class SimulatedInstance:
         return secret
 
     def fail(self, reason: str) -> None:
-        """The engine cannot go on: its last words, before the host goes down."""
+        """Send a failure message, before the host goes down."""
         if self._conversation is not None and not self._conversation.is_full:
             self._say(FailedMessage(reason))
 
@@ -215,7 +215,7 @@ class SimulatedInstance:
     # ── the line ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def answer(self, conversation: FrontEndLine) -> None:
-        """A front end has opened a session: say who we are."""
+        """A front end has opened a session: report ready."""
         worker = self.require_worker()
         self._conversation = conversation
         config = worker.config
@@ -232,8 +232,8 @@ class SimulatedInstance:
             )
         )
 
-    def orphan(self) -> None:
-        """The session is over: nobody will hear of what is open."""
+    def front_end_lost(self) -> None:
+        """The session is lost: open requests have no receiver any more."""
         self._conversation = None
         self._inbox.clear()
         self._outbox.clear()
@@ -241,25 +241,25 @@ class SimulatedInstance:
         self._pump()
 
     def take(self, frames: list[bytes]) -> None:
-        """What has arrived; also when nothing has, but the line may have room again."""
+        """Take frames that arrived; called without any when the line may have room again."""
         if frames or self._stands_still or self.is_leaving:
             self._inbox.extend(frames)
             self._pump()
 
     def hear(self, event: PeerEvent) -> None:
-        """Of a peer, or of the KV that passes between us."""
-        self._heard.append(event)
+        """Take an event of a peer or of a KV transfer with it."""
+        self._peer_events.append(event)
         self._pump()
 
-    def hauled(self, event: StorageEvent) -> None:
-        """Something that was ordered of KV outside the pool is over."""
-        self._hauled.append(event)
+    def transfer_ended(self, event: StorageEvent) -> None:
+        """Take the end of a transfer of KV outside the pool."""
+        self._transfer_events.append(event)
         self._pump()
 
     # ── the loop ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _pump(self) -> None:
-        """Not within itself: what a front end on the same machine answers at once waits for its turn."""
+        """Handle everything that is due. Not reentrant: frames that arrive meanwhile are handled afterwards."""
         if self._pumping:
             return
         self._pumping = True
@@ -274,18 +274,18 @@ class SimulatedInstance:
         worker, driver = self.require_worker(), self.require_driver()
         while self._inbox and self._has_room:
             self._obey(decode_to_engine(self._inbox.popleft()))
-        while self._heard and self._has_room:
-            heard = self._heard.popleft()
+        while self._peer_events and self._has_room:
+            heard = self._peer_events.popleft()
             if self.peers is not None:
-                self.peers.told(heard)
+                self.peers.before_handling(heard)
             self._tell(heard)
-        while self._hauled and self._has_room:
-            self._tell(self._hauled.popleft())
+        while self._transfer_events and self._has_room:
+            self._tell(self._transfer_events.popleft())
         while self._results and self._has_room:
             self._tell(StepDone(self._results.popleft()))
         while self._has_room and driver.is_due:
             self._tell(Tick())
-        # A full line is waited for by whoever empties it.
+        # While the line is full, `take` wakes the instance.
         self._alarm.set(driver.wake_us() if self._has_room else None)
         if self._restart is not None and worker.is_idle and not self._outbox and not self.undelivered:
             restart, self._restart = self._restart, None
@@ -302,7 +302,7 @@ class SimulatedInstance:
             self._pulse()
 
     def _pulse(self) -> None:
-        """Whatever else happens: a step may compute, the line may be full."""
+        """Send a pulse, even while a step computes or the line is full."""
         worker, now_us = self.require_worker(), self.host.world.now_us
         self._say(pulse(worker.gauges(), self.require_driver().steps_in_flight > 0, worker.changes(now_us)))
         self._pulses.set(now_us + PULSE_US)
@@ -322,7 +322,7 @@ class SimulatedInstance:
 
     @property
     def is_behind(self) -> bool:
-        """Whether what it would say now had to wait for what it has said before."""
+        """Whether a message would have to wait for earlier ones."""
         return bool(self._outbox) or (self._conversation is not None and self._conversation.is_full)
 
     @property
@@ -342,7 +342,7 @@ class SimulatedInstance:
             self.ordered.add(type(event))
             self._watcher.handled(self, event, effects)
 
-    # ── what the worker orders ───────────────────────────────────────────────────────────────────────────────────────────
+    # ── effects of the worker ────────────────────────────────────────────────────────────────────────────────────────────
 
     def _launch(self, launch: Launch) -> None:
         self._note(launch)

@@ -1,7 +1,7 @@
-"""The front-end process of an instance that serves a router: production InstanceSessions between the line and the engine.
+"""The front-end process of an instance behind a router: the production InstanceSessions between its line and its engine.
 
-Owns one life of it: its session with the router, what waits for the line, and its beats. The engine beside it is a process
-of its own that can stand still while this one goes on. It carries out what the relay says, and decides nothing.
+Owns one life of it: its session with the router, the messages that wait for the line, and its heartbeats. The engine is a
+separate process that can be paused alone. This class carries out what InstanceSessions returns, and decides nothing.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from baton.wire.router_messages import FromInstance, decode_from_router, encode_
 
 ROUTER = "router"
 OUTBOX_MAX = 2_000
-"""Messages that wait for room on the line. The router is gone, or as good as gone, before there are so many."""
+"""Bound on messages waiting for room on the line; a session is given up before it is reached."""
 SESSIONS_A_LIFE = 1_000_000
-"""Numbers of sessions must rise over the lives of whoever opens them."""
+"""Session numbers must rise over the lives of the process that opens them."""
 LEAST_BEAT_US = 10_000
 KEPT_US = 50_000
-"""Beyond the grace, until nothing is kept any more."""
+"""Allowance beyond the grace period until kept choices must be dropped."""
 
 
 def line_names(number: int) -> tuple[str, str]:
-    """What the network calls the two ends of an instance's line to the router: the instance's, and the router's."""
+    """Network names of the two ends of an instance's line to the router: the instance's, then the router's."""
     return f"front of {number}", f"{ROUTER} {number}"
 
 
@@ -50,7 +50,7 @@ def join_of(life: SimulatedInstance, role: Role, draining: bool = False) -> Join
     worker, config = life.require_worker(), life.spec.config
     return Join(
         name=InstanceName(life.host.name),
-        incarnation=life.life + 2,  # so that there can always have been one before it
+        incarnation=life.life + 2,  # 1 is the incarnation of an old life
         role=role.name,
         fingerprint=life.executor.fingerprint,
         url="",
@@ -68,9 +68,9 @@ def join_of(life: SimulatedInstance, role: Role, draining: bool = False) -> Join
 class InstanceFrontEnd:
     def __init__(self, front: Host, lines: Lines, life: SimulatedInstance, grace_us: int) -> None:
         self.life = life
-        self.relay = InstanceSessions(join_of(life, life.spec.config.role), grace_us)
+        self.sessions = InstanceSessions(join_of(life, life.spec.config.role), grace_us)
         self.serves = False
-        """The router has welcomed it in the session under way."""
+        """Whether the router has welcomed it in the present session."""
         self.drains = False
         self.when_told: Callable[[SessionEffects], None] | None = None
         self._front = front
@@ -78,12 +78,12 @@ class InstanceFrontEnd:
         self.line = lines.initiator(front, *ends, self, life.life * SESSIONS_A_LIFE + 1)
         self._outbox: deque[bytes] = deque()
         self._running: set[int] = set()
-        """What the engine has accepted, and neither ended nor was told to."""
+        """Serials that the engine has accepted and that neither ended nor were cancelled."""
         self._grace_us = grace_us
         self._away_us: int | None = None
-        """Since when no router has welcomed it."""
+        """When it lost the router; None while it is welcomed."""
         self._engine_us = front.world.now_us
-        """When the engine last gave a sign of life."""
+        """When the engine last sent a message."""
         self._begun_us = front.world.now_us
         """When the router last welcomed it."""
         self._beat_us = LEAST_BEAT_US
@@ -95,13 +95,13 @@ class InstanceFrontEnd:
         self.line.open()
 
     def leave(self) -> None:
-        """It was told to stop: nothing new, and it goes when everything has ended."""
-        for message in self.relay.leave():
+        """Leave the fleet: accept nothing new, and end when all open requests have ended."""
+        for message in self.sessions.leave():
             self._say(message)
         self.drains = True
         self._order(Drain())
 
-    # ── the engine's side: a conversation ────────────────────────────────────────────────────────────────────────────────
+    # ── the engine's side ────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def is_full(self) -> bool:
@@ -109,11 +109,11 @@ class InstanceFrontEnd:
 
     @property
     def undelivered(self) -> int:
-        """What is still to be said to the router, or heard of it."""
-        return len(self._outbox) + self.line.undelivered + self.relay.open_requests
+        """Messages to the router that were not delivered, plus requests that are open."""
+        return len(self._outbox) + self.line.undelivered + self.sessions.open_requests
 
     def send(self, frame: bytes) -> None:
-        """What the engine says."""
+        """Take a frame of the engine."""
         self._front.run(self._hear_engine, frame)
 
     def _hear_engine(self, frame: bytes) -> None:
@@ -123,13 +123,13 @@ class InstanceFrontEnd:
             case Accepted() | RefusedMessage():
                 if isinstance(message, Accepted):
                     self._running.update(message.serials)
-                if self.relay.owns_ticket(message.ticket):
-                    self._carry_out(self.relay.take(message, self._engine_us))
+                if self.sessions.owns_ticket(message.ticket):
+                    self._carry_out(self.sessions.take(message, self._engine_us))
             case StepOutput():
                 self._running.difference_update(ended.serial for ended in message.ended)
-                ours, _ = self.relay.split(message)
+                ours, _ = self.sessions.split(message)
                 if ours is not None:
-                    self._carry_out(self.relay.take(ours, self._engine_us))
+                    self._carry_out(self.sessions.take(ours, self._engine_us))
             case Pulse():
                 self._beat(message)
             case FailedMessage():
@@ -145,28 +145,28 @@ class InstanceFrontEnd:
     # ── the router's side ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def opened(self) -> None:
-        for message in self.relay.opened(self._front.world.now_us):
+        for message in self.sessions.opened(self._front.world.now_us):
             self._say(message)
 
     def lost(self, reason: str) -> None:
         self.serves = False
         self._outbox.clear()
         self._beats.set(None)
-        self.relay.lost(reason, self._front.world.now_us)
-        self._ticks.set(self.relay.next_deadline())
+        self.sessions.lost(reason, self._front.world.now_us)
+        self._ticks.set(self.sessions.next_deadline())
         if self._away_us is None:
             self._away_us = self._front.world.now_us
             self._front.after(self._grace_us + KEPT_US, self._keeps_nothing, self._away_us)
 
     def _keeps_nothing(self, away_us: int) -> None:
-        """No router has been there for so long that nobody will ask for what was open."""
-        if self._away_us == away_us and self.relay.kept_choices and self.relay.state is InstanceSessionState.AWAY:
-            raise LawBroken(FORGOTTEN, f"{self.life.host.name} keeps {self.relay.kept_choices} choices for a lost router")
+        """The grace period without a router is over: nothing may be kept for it."""
+        if self._away_us == away_us and self.sessions.kept_choices and self.sessions.state is InstanceSessionState.AWAY:
+            raise LawBroken(FORGOTTEN, f"{self.life.host.name} keeps {self.sessions.kept_choices} choices for a lost router")
 
     def took(self, frames: list[bytes]) -> None:
         for frame in frames:
             message = decode_from_router(frame)
-            out = self.relay.receive(message, self._front.world.now_us)
+            out = self.sessions.receive(message, self._front.world.now_us)
             if isinstance(message, Cancel) and message.serial in self._running and message not in out.orders:
                 raise LawBroken(ENDS_AT_ONCE, f"{self.life.host.name} was told to end {message.serial}, and does not")
             self._carry_out(out)
@@ -195,20 +195,20 @@ class InstanceFrontEnd:
             self._order(Drain())
         if self.when_told is not None:
             self.when_told(out)
-        self._ticks.set(self.relay.next_deadline())
+        self._ticks.set(self.sessions.next_deadline())
 
     def _beat(self, pulse: Pulse | None = None) -> None:
-        """With every pulse of the engine, and without one when it is time."""
+        """Send a heartbeat: with each pulse of the engine, and without one when it is due."""
         now_us = self._front.world.now_us
-        # Before it was asked for pulses, the engine had no reason to speak.
+        # Before it was asked for pulses, the engine had no reason to send any.
         silent_us = min(now_us - self._engine_us, now_us - self._begun_us)
-        beat = self.relay.beat(pulse, silent_us, now_us)
+        beat = self.sessions.beat(pulse, silent_us, now_us)
         if beat is not None:
             self._say(beat)
             self._beats.set(now_us + self._beat_us)
 
     def _tick(self) -> None:
-        self._carry_out(self.relay.tick(self._front.world.now_us))
+        self._carry_out(self.sessions.tick(self._front.world.now_us))
 
     def _say(self, message: FromInstance) -> None:
         if self.line.session is None:

@@ -1,8 +1,8 @@
 """The host and disk of one instance over all its lives, and its line to the front end or router.
 
-Owns starting, crashing and restarting. A life is a `SimulatedInstance`; it gets a line when it has started. Under a router a
-life has a second process, its own front end (`InstanceFrontEnd`): the two crash and pause together, but the engine can also
-stand still alone.
+Owns starting, crashing and restarting. A life is a `SimulatedInstance`; it gets a line when it has started. Behind a router
+a life has a second process, its own front end (`InstanceFrontEnd`): the two crash and pause together, but the engine can
+also be paused alone.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from baton.wire.instance_sessions import InstanceSessions, SessionEffects
 FRONT = "front"
 
 
-def seat_name(number: int) -> str:
+def instance_name(number: int) -> str:
     return f"instance {number}"
 
 
 class InstanceHost:
     when_dead: Callable[[InstanceHost], None] | None = None
-    """Called when a life is over."""
+    """Called when a life has ended."""
     when_opened: Callable[[InstanceHost], None] | None = None
-    """Called when the present life has taken up a session."""
+    """Called when the present life has accepted a session."""
     when_cut_off: Callable[[InstanceHost, int | None], None] | None = None
-    """Called when a life is over, with the session that it was in."""
+    """Called when a life has ended, with the number of its session."""
     when_told: Callable[[InstanceHost, SessionEffects], None] | None = None
-    """Called with what its relay makes of what it hears."""
+    """Called with the effects of each message from the router."""
     at_step: Callable[[InstanceHost, str], None] | None = None
     """Called at each step of a hand-over that is taken here."""
 
@@ -44,33 +44,33 @@ class InstanceHost:
         world: World,
         lines: Lines,
         spec: InstanceSpec,
-        counter: InstanceTable | None,
+        instance_table: InstanceTable | None,
         disk: DiskRates,
         watcher: InstanceWatcher | None = None,
-        fabric: DataConnections | None = None,
+        transfers: DataConnections | None = None,
         peers: Sequence[str] = (),
         grace_us: int = 0,
-        depot: StorageModel | None = None,
+        storage_model: StorageModel | None = None,
         peers_lines: Lines | None = None,
     ) -> None:
-        """`counter`: the front end's side of it; None: it serves a router, and keeps what it has for it for `grace_us`.
+        """`instance_table`: the front end's side of it; None: it serves a router, whose requests it keeps for `grace_us`.
 
-        `peers_lines`: what connects it with its peers; None: `lines`.
+        `peers_lines`: the kind of lines to its peers; None: `lines`.
         """
-        self.name = seat_name(spec.number)
+        self.name = instance_name(spec.number)
         self.role = spec.config.role
         self.peers = peers
-        """The names of the seats it hands over to, or is handed over from."""
+        """Names of the instances that it hands over to, or takes over from."""
         self.neighbours: SimulatedPeers | None = None
-        """Of the present life, once it has started."""
+        """Peer connections of the present life, once it has started."""
         self.peer_lines: list[LineEndpoint] = []
         """Of all lives."""
-        self._fabric, self._depot = fabric, depot
+        self._transfers, self._storage_model = transfers, storage_model
         self.number = spec.number
-        self.counter = counter
-        self.member: InstanceFrontEnd | None = None
-        """The front end of the present life, under a router."""
-        self.relays: list[InstanceSessions] = []
+        self.instance_table = instance_table
+        self.front_end: InstanceFrontEnd | None = None
+        """The front end of the present life, behind a router."""
+        self.instance_sessions: list[InstanceSessions] = []
         """Of all lives."""
         self.host = Host(world, self.name)
         self.front = Host(world, f"front of {spec.number}")
@@ -85,9 +85,9 @@ class InstanceHost:
         self._hurt_until_us = 0
         self._rolled_until_us = 0
         self._rolling = False
-        """Between two lives of a rolling restart."""
+        """Whether it is between two lives of a rolling restart."""
         self.line: LineEndpoint | None = None
-        """Of the present life."""
+        """The line of the present life."""
         self.lines: list[LineEndpoint] = []
         """Of all lives."""
         self.disagreement = 0.0
@@ -95,11 +95,11 @@ class InstanceHost:
 
     @property
     def ends(self) -> tuple[str, str]:
-        """What the network calls the two ends of its line."""
-        return line_names(self.number) if self.counter is None else (self.name, f"{FRONT} {self.number}")
+        """Network names of the two ends of its line."""
+        return line_names(self.number) if self.instance_table is None else (self.name, f"{FRONT} {self.number}")
 
     def troubled_until_us(self, *, rolling_too: bool) -> int:
-        """Until when something was wrong here that can end a session: now, while it is."""
+        """End of the last fault here that can end a session; now, while one lasts."""
         absent = self.instance is None or self.instance.worker is None
         rolls = self._rolling or (self.instance is not None and self.instance.is_leaving)
         if self.host.paused or (absent and not self._rolling) or (rolls and rolling_too):
@@ -107,31 +107,31 @@ class InstanceHost:
         return max(self._troubled_until_us, self._rolled_until_us if rolling_too else 0)
 
     def trouble(self, for_us: int = 0, *, of_router: bool = False) -> None:
-        """Something is wrong here, or on the way to it; or only at the router, which then has nobody to suspect."""
+        """Record a fault here or on the line; `of_router`: at the router, which has no cause to suspect this instance."""
         until_us = self.host.world.now_us + for_us
         self._troubled_until_us = max(self._troubled_until_us, until_us)
         if not of_router:
             self._hurt_until_us = max(self._hurt_until_us, until_us)
 
     def slow_down(self, for_us: int) -> None:
-        """Its steps take longer: no session ends of it, but a router may take it for stuck."""
+        """Record slower steps: they end no session, but a router may suspect the instance."""
         self._hurt_until_us = max(self._hurt_until_us, self.host.world.now_us + for_us)
 
     def hurt_until_us(self) -> int:
-        """Until when something was wrong here for which a router may suspect it: now, while it is."""
+        """End of the last fault here for which a router may suspect it; now, while one lasts."""
         absent = self.instance is None or self.instance.worker is None
         stands = self.host.paused or self.front.paused
         return self.host.world.now_us if absent or stands else self._hurt_until_us
 
     def boot(self) -> None:
         if not self._rolling:
-            self.trouble(of_router=not self.host.lives)  # before its first life there was nobody to suspect
+            self.trouble(of_router=not self.host.lives)  # before its first life the router does not know it
         self.host.restart()
         self.front.restart()
         life = SimulatedInstance(self.host, self.disk, self._spec, self._watcher)
         life.device.disagreement, life.device.slowness = self.disagreement, self.slowness
-        if self._depot is not None and self._spec.config.tiers.host_rows:
-            life.storage = StorageCopies(self._depot, life)
+        if self._storage_model is not None and self._spec.config.tiers.host_rows:
+            life.storage = StorageCopies(self._storage_model, life)
         self.instance = life
         self._note(f"starts life {self.host.lives + 1}")
         life.start(self._serve)
@@ -145,9 +145,9 @@ class InstanceHost:
         self.instance = None
         self.line = None
         self.neighbours = None
-        if self._fabric is not None:
-            self._fabric.leave(self.name)
-        self.member = None
+        if self._transfers is not None:
+            self._transfers.leave(self.name)
+        self.front_end = None
         for host in (self.host, self.front):
             host.resume()
             host.crash()
@@ -159,19 +159,19 @@ class InstanceHost:
             self.when_cut_off(self, session)
 
     def fail(self) -> None:
-        """The engine ends by itself, with last words."""
+        """The engine ends by itself, with a failure message."""
         if self.instance is not None and not self.host.paused:
             self.host.world.fire(Fault.ENGINE_FAILURE, self.name)
             self.instance.fail("a simulated fault of the device")
             self.crash()
 
     def leave(self) -> None:
-        """Its operator tells it to stop: it takes nothing new, and goes when everything open has ended."""
-        if self.member is not None:
-            self.front.run(self.member.leave)
+        """Its operator stops it: it accepts nothing new, and ends when all open requests have ended."""
+        if self.front_end is not None:
+            self.front.run(self.front_end.leave)
 
     def restart_when_idle(self, down_us: int) -> None:
-        """A drain has been ordered: when everything open has ended, the next life begins."""
+        """After a drain: start the next life `down_us` after all open requests have ended."""
         if self.instance is not None and self.instance.worker is not None:
             self.instance.restart_when_idle(lambda: self._cycle(down_us))
 
@@ -196,7 +196,7 @@ class InstanceHost:
         self.front.pause()
 
     def stall(self) -> None:
-        """Only the engine stands still; its front end goes on."""
+        """Pause only the engine; its front end continues."""
         self.host.pause()
 
     def resume(self) -> None:
@@ -213,33 +213,33 @@ class InstanceHost:
             self._hurt_until_us = max(self._hurt_until_us, self.host.world.now_us)
         else:
             self.trouble(of_router=not self.host.lives)
-        if self._fabric is not None and self.peers:
-            self._meet(life, self._fabric)
-        if self.counter is None:
+        if self._transfers is not None and self.peers:
+            self._meet(life, self._transfers)
+        if self.instance_table is None:
             self._join(life)
             return
-        end = _Answering(self, self.counter, life)
+        end = _FrontEndLineOwner(self, self.instance_table, life)
         self.line = self._lines.acceptor(self.host, *self.ends, end)
         self.lines.append(self.line)
 
     def _join(self, life: SimulatedInstance) -> None:
-        self.member = member = InstanceFrontEnd(self.front, self._lines, life, self._grace_us)
-        self.line = member.line
+        self.front_end = front_end = InstanceFrontEnd(self.front, self._lines, life, self._grace_us)
+        self.line = front_end.line
         self.lines.append(self.line)
-        self.relays.append(member.relay)
-        member.when_told = self._told
-        self.front.run(member.start)
+        self.instance_sessions.append(front_end.sessions)
+        front_end.when_told = self._told
+        self.front.run(front_end.start)
 
     def _told(self, out: SessionEffects) -> None:
         if self.when_told is not None:
             self.when_told(self, out)
 
-    def _meet(self, life: SimulatedInstance, fabric: DataConnections) -> None:
-        self.neighbours = life.peers = SimulatedPeers(life, self._peers_lines, fabric, self.peers)
+    def _meet(self, life: SimulatedInstance, transfers: DataConnections) -> None:
+        self.neighbours = life.peers = SimulatedPeers(life, self._peers_lines, transfers, self.peers)
         self.peer_lines += self.neighbours.lines
         life.device.signals = self.neighbours.sender
         life.at_step = self._step_taken
-        if self.counter is not None or self.role.gives:  # else the router says whom to call
+        if self.instance_table is not None or self.role.gives:  # else the router names the peers to connect to
             self.neighbours.open()
 
     def _step_taken(self, step: str) -> None:
@@ -251,26 +251,26 @@ class InstanceHost:
             self.host.world.note(self.name, what)
 
 
-class _Answering:
-    """The instance's end of its line."""
+class _FrontEndLineOwner:
+    """Handles the instance's end of its line to a front end."""
 
-    def __init__(self, seat: InstanceHost, counter: InstanceTable, life: SimulatedInstance) -> None:
-        self._seat = seat
-        self._counter = counter
+    def __init__(self, node: InstanceHost, instance_table: InstanceTable, life: SimulatedInstance) -> None:
+        self._node = node
+        self._instance_table = instance_table
         self._life = life
 
     def opened(self) -> None:
-        seat, line = self._seat, self._seat.line
+        node, line = self._node, self._node.line
         if line is None:
-            raise RuntimeError(f"{seat.name} took up a session without a line")
-        if self._counter.knows_another_life(line):
-            seat.host.world.fire(Fault.GHOST, seat.name)
+            raise RuntimeError(f"{node.name} took up a session without a line")
+        if self._instance_table.knows_another_life(line):
+            node.host.world.fire(Fault.GHOST, node.name)
         self._life.answer(line)
-        if seat.when_opened is not None:
-            seat.when_opened(seat)
+        if node.when_opened is not None:
+            node.when_opened(node)
 
     def lost(self, _reason: str) -> None:
-        self._life.orphan()
+        self._life.front_end_lost()
 
     def took(self, frames: list[bytes]) -> None:
         self._life.take(frames)

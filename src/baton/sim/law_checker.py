@@ -1,11 +1,12 @@
-"""The laws of a world: what clients and operators were promised, checked while it runs.
+"""Checks the laws of a world, the promises to clients and operators, while it runs.
 
-Owns the verdict. A broken promise is a `LawBroken` with the law's name; so is a law of the core, and an error that our own
-code raised. The laws of the core are checked on the worker that was touched: cheap ones after each event, all of them every
-32 events, after each order to end something, when a phase ends, and after every event when a failure is replayed.
+Owns the verdict. A broken promise raises `LawBroken` with the law's name; so does a broken invariant of the core, and any
+exception of our own code. The invariants of the core are checked on the worker that handled an event: cheap ones after each
+event, all of them every 32 events, after each order to end something, when a phase ends, and after every event when a
+failure is replayed.
 
-Nobody is refused, lost or failed without a cause. Causes are not taken from what the seed may do, but from what happened: to
-that instance, at that time (`KnownCauses`).
+Every refusal, loss and failure needs a cause. Causes are the faults that did hit that instance at that time (`KnownCauses`),
+not the faults that the seed could inject.
 """
 
 from __future__ import annotations
@@ -55,14 +56,14 @@ from baton.sim.law_names import (
     WHOLE_KEY,
     LawBroken,
 )
-from baton.sim.transfer_laws import HAUL_ENDS, TransferLaws
+from baton.sim.transfer_laws import TRANSFER_ENDS, TransferLaws
 from baton.sim.world import World
 from baton.wire.request_table import LostEntry
 
 AUDIT_EVERY = 32
 FOR_NOW = (RefusalCode.QUEUE_FULL, RefusalCode.DRAINING, RefusalCode.NO_INSTANCE, RefusalCode.RATE_LIMITED)
 Ended = EndedRequest | ChoiceOutcome
-"""How a choice ended, as an instance says it or as a router does."""
+"""The end of a choice, as an instance or a router reports it."""
 
 State = TypeVar("State", bound=Enum)
 Move = TypeVar("Move", bound=Enum)
@@ -73,7 +74,7 @@ def move_name(machine: str, state: Enum, move: Enum) -> str:
 
 
 def peer_tables() -> list[tuple[str, list[tuple[Enum, Enum]]]]:
-    """The machines that a worker with peers has, and every transition of each."""
+    """The state machines of a worker with peers, and every transition of each."""
     tables: list[tuple[str, list[tuple[Enum, Enum]]]] = []
     for role in (PREFILL, DECODE):
         worker = Worker(WorkerConfig(slots=1, blocks=1, role=role), PrefixIndex(bytes(16), b"", 1))
@@ -84,26 +85,26 @@ def peer_tables() -> list[tuple[str, list[tuple[Enum, Enum]]]]:
     return tables
 
 
-def haul_table() -> tuple[str, list[tuple[Enum, Enum]]]:
-    """Every kind of order about KV outside the pool, and every way in which it can end."""
-    return "haul", [(kind, end) for kind, end in HAUL_ENDS]
+def transfer_table() -> tuple[str, list[tuple[Enum, Enum]]]:
+    """Every kind of transfer of KV outside the pool, with every way in which it can end."""
+    return "haul", [(kind, end) for kind, end in TRANSFER_ENDS]
 
 
 class KnownCauses(Protocol):
-    """What happened, as far as it excuses somebody."""
+    """The faults that were injected, as causes of losses that clients see."""
 
     def may_be_lost(self, instance: int, accepted: bool) -> bool:
-        """Whether something happened to this instance, or to the way to it, that can end a session now.
+        """Whether a fault hit this instance, or its connection, that can end a session now.
 
-        A restart after a drain excuses no request that was accepted: everything open ends before it.
+        A restart after a drain is no cause for losing an accepted request: open requests end before it.
         """
 
     def may_be_forgotten(self, origin: bytes, lost_us: int) -> bool:
-        """Whether something happened since then to whoever has kept what a lost router was asked for."""
+        """Whether a fault since `lost_us` hit an instance that kept this request for a lost router."""
 
 
 class _Behind:
-    """What books are told of a worker beyond what it hears and orders."""
+    """State of a worker that laws need beyond its events and effects."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -114,29 +115,31 @@ class _Behind:
     def loads(self) -> list[tuple[TransferId, Serial]]:
         if self._worker.prefill_side is not None:
             return []
-        return [(haul.id, haul.serial) for haul in self._worker.scheduler.tiers.open() if haul.serial is not None]
+        return [
+            (transfer.id, transfer.serial) for transfer in self._worker.scheduler.tiers.open() if transfer.serial is not None
+        ]
 
 
 class InstanceRecord:
-    """What the judge keeps of one life of an instance."""
+    """Per life of an instance: accepted requests, requests that must end, and the laws of hand-overs and transfers."""
 
-    def __init__(self, audit_in: int, book: HandoverLaws | None, hauls: TransferLaws | None = None) -> None:
+    def __init__(self, audit_in: int, laws: HandoverLaws | None, transfers: TransferLaws | None = None) -> None:
         self.audit_in = audit_in
         self._steps = 0
         self._accepted_us: dict[int, int] = {}
         self._doomed: dict[int, int] = {}
-        """Requests that were told to end, and the step by which each must be gone."""
-        self.peers = book
-        self.hauls = hauls
+        """Requests that were ordered to end, and the step by which each must be gone."""
+        self.peers = laws
+        self.transfers = transfers
 
     @property
     def awaited_blocks(self) -> int:
-        """Blocks that are kept for KV that arrives, from a peer or from host memory."""
+        """Blocks reserved for KV that arrives from a peer or from host memory."""
         leased = 0 if self.peers is None else self.peers.leased_blocks
-        return leased if self.hauls is None else leased + self.hauls.arriving_blocks
+        return leased if self.transfers is None else leased + self.transfers.arriving_blocks
 
     def note(self, worker: Worker, event: Event, effects: Sequence[Effect], deadline_us: int | None, now_us: int) -> bool:
-        """Answers whether something happened that is rare enough to look at everything."""
+        """Returns whether the event is rare enough to check all invariants after it."""
         for effect in effects:
             match effect:
                 case Accepted(_, serials):
@@ -146,12 +149,12 @@ class InstanceRecord:
                         self._time_is_billed(ended, now_us)
                 case Withdrawn(ended):
                     self._time_is_billed(ended, now_us)
-        if self.hauls is not None:
-            self.hauls.note(_Behind(worker), event, effects, self._accepted_us, deadline_us, now_us)
+        if self.transfers is not None:
+            self.transfers.note(_Behind(worker), event, effects, self._accepted_us, deadline_us, now_us)
         match event:
             case Cancel(serial) | StopAt(serial, _):
                 self._doom(worker, [serial])
-            case FrontEndLost() if worker.prefill_side is None:  # what a giver has open is its peers'
+            case FrontEndLost() if worker.prefill_side is None:  # requests at a giver belong to its peers
                 self._doom(worker, [request.serial for request in worker.scheduler.requests()])
             case StepDone():
                 self._steps += 1
@@ -166,13 +169,13 @@ class InstanceRecord:
             raise LawBroken(TRUE_BILL, f"request {ended.serial} was open for {took_us} µs: {bill}")
 
     def _doom(self, worker: Worker, serials: Sequence[int]) -> None:
-        """Steps in flight, one that carries the order, and it is gone; one that waits is gone at once."""
+        """A running request must end with the step after those in flight; a waiting one at once."""
         for serial in serials:
             request = worker.scheduler.request(Serial(serial))
             if worker.decode_side is not None and worker.decode_side.knows(Serial(serial)):
-                continue  # it ends with its fence, and that is looked at as a lease
+                continue  # it ends with its fence, which HandoverLaws checks
             if request is not None and request.slot is not None and worker.scheduler.slots.restoring[request.slot]:
-                continue  # so does this one, and that is looked at as a haul
+                continue  # it ends with its fence, which TransferLaws checks
             if request is not None:
                 if request.phase is Phase.WAITING:
                     raise LawBroken(ENDS_AT_ONCE, f"request {serial} still waits after the order to end it")
@@ -191,31 +194,31 @@ class LawChecker:
         self, world: World, causes: KnownCauses, vocabulary: int, undelivered_max: int, always_audit: bool = False
     ) -> None:
         self.ends: Counter[str] = Counter()
-        """How requests ended, over the whole world."""
+        """Number of requests by how they ended, over the whole world."""
         self.moves: Counter[str] = Counter()
-        """How often each transition of a request was taken, over all lives of all workers."""
+        """Number of times each transition was taken, over all lives of all processes."""
         self.calm = False
-        """Everything has recovered: there is no excuse any more."""
+        """Whether everything has recovered: from then on no fault is a cause."""
         self._world = world
         self._causes = causes
         self._vocabulary = vocabulary
         self._undelivered_max = undelivered_max
         self._audit_every = 1 if always_audit else AUDIT_EVERY
-        self._dockets: dict[tuple[int, int], InstanceRecord] = {}
+        self._records: dict[tuple[int, int], InstanceRecord] = {}
         self._asked: Counter[tuple[bytes, bytes]] = Counter()
-        """How many submissions begin with these tokens, or may in the end, by salt."""
+        """Number of submissions whose prompt and expected answer begin with these tokens, by salt."""
         self._keys: dict[int, list[bytes]] = {}
         """The prefix keys that the lives of each instance have made."""
         self._errors = 0
         self.peers_share_a_store = False
-        """What one of them computed for another, in vain, is there for it when it computes by itself."""
+        """Whether a prefill by a peer that failed may be found in the store by the instance that then prefills itself."""
         self.behind_router = False
-        """A router that has no place cannot know what no instance would take."""
+        """Whether there is a router: without members it cannot tell an impossible request from one that must wait."""
 
     # ── instances ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def began(self, instance: SimulatedInstance, secret: bytes, made: bool) -> None:
-        """A life begins with a key that it made, or that an earlier one did; never with what a disk made of one."""
+        """Check that the key was made by this life or an earlier one, and not damaged by the disk."""
         keys = self._keys.setdefault(instance.spec.number, [])
         if made:
             keys.append(secret)
@@ -223,38 +226,38 @@ class LawChecker:
             raise LawBroken(WHOLE_KEY, f"{instance.host.name} took a damaged key from its disk")
 
     def handled(self, instance: SimulatedInstance, event: Event, effects: Sequence[Effect]) -> None:
-        """After each event of its worker."""
-        worker, docket = instance.require_worker(), self._docket(instance)
+        """Called after each event of its worker."""
+        worker, record = instance.require_worker(), self._record(instance)
         deadline_us = worker.next_deadline()
         arriving = self._cheap_laws(worker, deadline_us)
         if instance.undelivered > self._undelivered_max:
             raise LawBroken(LINE_BOUND, f"{instance.undelivered} frames wait at {instance.host.name}")
         if isinstance(event, Submit) and isinstance(effects[0], Accepted) and Drain in instance.ordered:
             raise LawBroken(TRUE_DRAIN, f"{instance.host.name} accepts ticket {event.ticket}")
-        if docket.peers is not None:
-            docket.peers.note(event, effects, deadline_us, self._world.now_us)
-        rare = docket.note(worker, event, effects, deadline_us, self._world.now_us)
-        if arriving != docket.awaited_blocks:
-            raise LawBroken(LEDGER_SUMS, f"{docket.awaited_blocks} blocks wait for KV, {arriving} are marked for it")
+        if record.peers is not None:
+            record.peers.note(event, effects, deadline_us, self._world.now_us)
+        rare = record.note(worker, event, effects, deadline_us, self._world.now_us)
+        if arriving != record.awaited_blocks:
+            raise LawBroken(LEDGER_SUMS, f"{record.awaited_blocks} blocks wait for KV, {arriving} are marked for it")
         if isinstance(event, Submit) and isinstance(effects[0], GroupRefused):
             self._refusal_at_the_worker(instance, worker, event, effects[0].refusal)
-        docket.audit_in -= 1
-        if rare or docket.audit_in <= 0:
-            docket.audit_in = self._audit_every
+        record.audit_in -= 1
+        if rare or record.audit_in <= 0:
+            record.audit_in = self._audit_every
             self.audit(worker)
 
-    def _docket(self, instance: SimulatedInstance) -> InstanceRecord:
+    def _record(self, instance: SimulatedInstance) -> InstanceRecord:
         place = instance.spec.number, instance.life
-        docket = self._dockets.get(place)
-        if docket is None:
+        record = self._records.get(place)
+        if record is None:
             config = instance.spec.config
-            book = HandoverLaws(config, instance.host.name) if config.role.takes or config.role.gives else None
-            hauls = TransferLaws(config, instance.host.name) if config.tiers.host_rows else None
-            docket = self._dockets[place] = InstanceRecord(self._audit_every, book, hauls)
-        return docket
+            laws = HandoverLaws(config, instance.host.name) if config.role.takes or config.role.gives else None
+            transfers = TransferLaws(config, instance.host.name) if config.tiers.host_rows else None
+            record = self._records[place] = InstanceRecord(self._audit_every, laws, transfers)
+        return record
 
     def _cheap_laws(self, worker: Worker, deadline_us: int | None) -> int:
-        """Answers how many blocks are marked for KV that arrives."""
+        """Returns the number of blocks that the pool reserves for KV that arrives."""
         config, scheduler = worker.config, worker.scheduler
         blocks, held = scheduler.pool.gauges(), int(np.count_nonzero(scheduler.pool.references()))
         used = blocks.running + blocks.leased + blocks.receiving + blocks.leaving
@@ -262,7 +265,7 @@ class LawChecker:
             raise LawBroken(LEDGER_SUMS, f"{held} blocks are held: {blocks}")
         if deadline_us is None and scheduler.requests() and not scheduler.asleep:
             raise LawBroken(DEADLOCK, "no pass is due")
-        # Whoever must yield goes back into a full queue too.
+        # Preempted requests return to the queue even if it is full.
         waiting, most = scheduler.waiting, config.waiting_max + config.slots
         if worker.prefill_side is not None:
             waiting, most = worker.prefill_side.queued, config.waiting_max
@@ -285,7 +288,7 @@ class LawChecker:
                 raise LawBroken(name, str(error)) from error
 
     def buried(self, instance: SimulatedInstance) -> None:
-        """A life is over: its transitions count."""
+        """A life has ended: add its transitions to the totals."""
         if instance.worker is not None:
             worker = instance.worker
             self.took_moves("request", worker.scheduler.moves())
@@ -293,43 +296,43 @@ class LawChecker:
                 self.took_moves("giver", worker.prefill_side.moves())
             if worker.decode_side is not None:
                 self.took_moves("taker", worker.decode_side.moves())
-            hauls = self._docket(instance).hauls
-            if hauls is not None:
-                self.took_moves("haul", hauls.moves)
-                self._world.fired[Fault.STORE_LEFT_ALONE] += hauls.left_alone
+            transfers = self._record(instance).transfers
+            if transfers is not None:
+                self.took_moves("haul", transfers.moves)
+                self._world.fired[Fault.STORE_LEFT_ALONE] += transfers.left_alone
 
     def took_moves(self, machine: str, moves: Mapping[tuple[State, Move], int]) -> None:
         for (state, move), times in moves.items():
             self.moves[move_name(machine, state, move)] += times
 
     def cached_names(self, instance: SimulatedInstance) -> set[bytes]:
-        """Of every prefix that it has cached."""
+        """The keys of all prefixes that it has cached."""
         return set(instance.require_worker().scheduler.pool.prefix.names().values())
 
     def handovers_to(self, instance: SimulatedInstance) -> int:
-        book = self._docket(instance).peers
-        return 0 if book is None else book.made
+        laws = self._record(instance).peers
+        return 0 if laws is None else laws.made
 
     def names_of(self, instance: SimulatedInstance, number: TransferId) -> tuple[Key, ...]:
-        """Of what an order that is under way moves."""
+        """The keys of the blocks that an open transfer moves."""
         tiers = instance.require_worker().scheduler.tiers
-        return next((haul.keys for haul in tiers.open() if haul.id == number), ())
+        return next((transfer.keys for transfer in tiers.open() if transfer.id == number), ())
 
     def waits_for(self, instance: SimulatedInstance, number: TransferId) -> RequestId | None:
-        """Whose KV a copy that is under way brings back."""
+        """The request whose KV an open copy brings back."""
         scheduler = instance.require_worker().scheduler
-        serials = [haul.serial for haul in scheduler.tiers.open() if haul.id == number]
+        serials = [transfer.serial for transfer in scheduler.tiers.open() if transfer.id == number]
         request = scheduler.request(serials[0]) if serials and serials[0] is not None else None
         return None if request is None else request.submission.request_id
 
     def store_looks(self, instance: SimulatedInstance) -> int:
-        """How often this life has asked the store what it has."""
-        book = self._docket(instance).hauls
-        return 0 if book is None else book.looks
+        """Number of Look orders to the store in this life."""
+        laws = self._record(instance).transfers
+        return 0 if laws is None else laws.looks
 
     def nothing_held_for(self, instance: SimulatedInstance, peer: str, since_us: int) -> None:
-        book = self._docket(instance).peers
-        held = None if book is None else book.held_for(peer, since_us)
+        laws = self._record(instance).peers
+        held = None if laws is None else laws.held_for(peer, since_us)
         if held is not None:
             raise LawBroken(HANDOVERS_END, f"{held}; {peer} died or the world healed at {since_us}")
 
@@ -339,21 +342,21 @@ class LawChecker:
 
     def nothing_held(self, instance: SimulatedInstance) -> None:
         gauges = instance.require_worker().gauges()
-        blocks, book = gauges.blocks, self._docket(instance).peers
+        blocks, laws = gauges.blocks, self._record(instance).peers
         held = gauges.running, gauges.waiting, gauges.handovers.open, gauges.storage.transfers
         kept = blocks.running, blocks.leased, blocks.receiving, blocks.leaving
         if any(held + kept):
             what = "running, waiting, hand-overs, hauls; blocks running, leased, receiving, leaving"
             raise LawBroken(NOTHING_HELD, f"{instance.host.name} still has {held + kept} {what}")
-        if book is not None and book.open:
-            raise LawBroken(NOTHING_HELD, f"{instance.host.name} has {book.open} asked, leased or on their way out")
+        if laws is not None and laws.open:
+            raise LawBroken(NOTHING_HELD, f"{instance.host.name} has {laws.open} asked, leased or on their way out")
 
     # ── clients ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def expected(self, submission: Submission, tokens: int) -> list[int]:
-        """What the client of a new submission will get."""
+        """The tokens of an undisturbed run of this submission."""
         outputs = undisturbed(submission.prompt, submission.sampling, tokens, self._vocabulary)
-        whole = bytes(submission.prompt.tolist() + outputs)  # one byte a token: the vocabulary is small
+        whole = bytes(submission.prompt.tolist() + outputs)  # one byte per token: the vocabulary is small
         self._asked.update((submission.salt, whole[:upto]) for upto in range(1, len(whole) + 1))
         return outputs
 
@@ -372,18 +375,18 @@ class LawChecker:
         left: bool,
         resumed: bool = False,
     ) -> None:
-        """Of the answer that was `expected` the client `got` so many tokens, cut it at `keep`, or `left`.
+        """Check the end of an answer: the client `got` a number of the `expected` tokens, stopped it at `keep`, or `left`.
 
-        One that has `resumed` may have had more than the router that tells it of the end.
+        A client that has `resumed` may have received more than the router that reports the end has delivered.
         """
         self.ends[ended.reason if ended.fault is None else f"{ended.reason}: {int(ended.fault.code)}"] += 1
         match FinishReason(ended.reason):
             case FinishReason.ABORT:
-                # What comes after a client has gone is not looked at for stops, so it may run on to its limit.
+                # Tokens after a client has left are not searched for stop strings, so it may run on to its limit.
                 if not left or got > ended.generated_tokens:
                     raise LawBroken(TRUE_END, f"{name}, {got} tokens, client {'gone' if left else 'there'}: {ended}")
             case FinishReason.RESCHEDULE:
-                # That there was a cause is checked where the truth is, at the worker.
+                # The cause is checked at the worker.
                 whole = (
                     left or keep is not None or got == ended.generated_tokens or (resumed and got > ended.generated_tokens)
                 )
@@ -425,28 +428,28 @@ class LawChecker:
         preemptions_max: int,
         resumed: bool = False,
     ) -> None:
-        """`cached_tokens`: what the client was told with its first token."""
+        """`cached_tokens`: as reported to the client with its first token."""
         bill = ended.bill
-        # A router that was started anew may know only a later leg.
+        # A restarted router may know only a later attempt.
         if cached_tokens is not None and cached_tokens != bill.cached_tokens and not resumed:
             raise LawBroken(TRUE_BILL, f"{name} was told of {cached_tokens} cached tokens first: {bill}")
         if min(bill.queue_us, bill.prefill_us, bill.decode_us, bill.recomputed_tokens, bill.computed_tokens) < 0:
             raise LawBroken(TRUE_BILL, f"{name}: {bill}")
-        known, legs = len(submission.prompt), 1
+        known, attempts = len(submission.prompt), 1
         if isinstance(ended, ChoiceOutcome):
-            known, legs = known + ended.generated_tokens, max(1, bill.attempts)
-        if bill.cached_tokens >= known or bill.preemptions > preemptions_max * legs:
+            known, attempts = known + ended.generated_tokens, max(1, bill.attempts)
+        if bill.cached_tokens >= known or bill.preemptions > preemptions_max * attempts:
             raise LawBroken(TRUE_BILL, f"{name}, {len(submission.prompt)} tokens in the prompt: {bill}")
-        if legs > 1 or resumed or (self.peers_share_a_store and bill.attempts):
-            return  # an earlier leg of its own may have left it there, or a peer that had begun it
+        if attempts > 1 or resumed or (self.peers_share_a_store and bill.attempts):
+            return  # an earlier attempt, or a peer that had begun it, may have cached it
         found = bytes(submission.prompt[: bill.cached_tokens].tolist())
-        if found and self._asked[submission.salt, found] < 2:  # the first is its own
+        if found and self._asked[submission.salt, found] < 2:  # one is its own
             raise LawBroken(OWN_PREFIXES, f"{name} found {len(found)} tokens that nobody of its tenant has asked for")
 
     def _whole_bill(self, name: str, submission: Submission, ended: Ended) -> None:
-        """Of an answer that is complete. Only the last token is never fed; tokens past a stop string may have been."""
+        """Check the bill of a complete answer: all but the last token were fed, and perhaps tokens past a stop string."""
         if isinstance(ended, ChoiceOutcome):
-            return  # the bills of its legs are added up where they are heard of
+            return  # AttemptLaws checks the sum over its attempts
         prompt, fed = len(submission.prompt), ended.bill.cached_tokens + ended.bill.computed_tokens
         least = prompt + ended.generated_tokens - 1
         if fed < least or (ended.reason is FinishReason.LENGTH and fed > least):
@@ -456,7 +459,7 @@ class LawChecker:
         self.ends[f"refused: {refusal.code}"] += 1
         if self.calm:
             raise LawBroken(RECOVERY, f"{name} was refused: {refusal}")
-        # That a full queue is full and a draining instance drains is checked where the truth is, at the worker.
+        # That the queue is full or the instance drains is checked at the worker.
         for_now = refusal.code in FOR_NOW
         instead = for_now and not self.behind_router and refusal.code is not RefusalCode.DRAINING
         if instead if impossible else not for_now:
@@ -470,12 +473,12 @@ class LawChecker:
             raise LawBroken(TRUE_END, f"{name} lost its instance and is not told that it may try again: {end}")
 
     def not_resumed(self, name: str, origin: bytes, lost_us: int) -> None:
-        """A client came back for its answer, as long as it may, and nobody knew of it."""
+        """A client tried to resume its answer for as long as it may, and the router did not find it."""
         if not self._causes.may_be_forgotten(origin, lost_us):
             raise LawBroken(CAN_RESUME, f"{name} lost its router at {lost_us} and finds nothing of its answer")
 
     def found_nobody(self, name: str, choices: int, serving: Mapping[int, bool]) -> None:
-        """No instance could take it; those that serve have full lines."""
+        """No instance could take the request; those that serve have full lines."""
         self.ends["nobody serves"] += choices
         for instance, serves in serving.items():
             if self.calm or not (serves or self._causes.may_be_lost(instance, accepted=False)):
@@ -483,7 +486,7 @@ class LawChecker:
 
 
 def as_law(work: Callable[[], None]) -> None:
-    """Run something; whatever our code raises in it breaks a law."""
+    """Run `work`; turn any exception of our code into a LawBroken."""
     try:
         work()
     except LawBroken:

@@ -1,4 +1,4 @@
-"""The names of the promises that a world is held to, and how a broken one is said."""
+"""The names of the laws that are checked in simulated worlds, and the exception for a broken one."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ HANDOVERS_END = "nothing is held for a peer three seconds after it died"
 TRUE_FAULT = "an attempt fails only for a cause, and says which"
 UNTOUCHED = "what a copy reads and where it writes is left alone until it has ended"
 TRUE_NAME = "what is kept under a name is what was computed for it"
-HAULS_END = "every copy and every question to the store ends in time"
-HAULS_BOUND = "no more is ordered at once than may be"
+TRANSFERS_END = "every copy and every question to the store ends in time"
+TRANSFERS_BOUND = "no more is ordered at once than may be"
 LEFT_ALONE = "a store that fails is left alone for a while"
 DEPARTS_IN_TIME = "who goes elsewhere waits for the store no longer than it may"
 NOTHING_HELD = "nothing stays held when nobody is left"

@@ -1,10 +1,10 @@
-"""Lines between two processes: what carries the frames of their conversation.
+"""Lines: the connections between two simulated processes that carry frames of messages.
 
-Two kinds behind one small surface, and a world is built with one of them. *Links* are the production `wire.link` over the
-simulated network: a session may be lost, and then another is opened. *Pipes* are what connects processes where nothing goes
-wrong: in order, whole, after a delay, and at the cost of one event a frame.
+Two kinds with one interface; a world uses one of them. *Links* are the production `wire.link` over the simulated network: a
+session may be lost, and then another is opened. *Pipes* have no faults: frames arrive in order after a delay, at the cost of
+one event per frame.
 
-Each end tells its owner three things: `opened`, the frames that arrived, and `lost` with the reason.
+Each end calls its owner: `opened`, `took` with the frames that arrived, and `lost` with the reason.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from baton.sim.world import Alarm, Host
 from baton.wire.link import Acceptor, Initiator, Link, LinkConfig, LinkState, Lost, Opened, Replaced, Took
 
 REOPEN_US = 20_000
-"""How long the front end waits after a loss before it tries again."""
+"""Time between the loss of a session and the next attempt to open one."""
 
 
 class Owner(Protocol):
-    """Whoever speaks at one end of a line."""
+    """The process at one end of a line."""
 
     def opened(self) -> None: ...
 
     def lost(self, reason: str) -> None: ...
 
     def took(self, frames: list[bytes]) -> None:
-        """In order. Also called with none, when the line may have room again."""
+        """Frames arrived, in order. Also called with none when the line may have room again."""
 
 
 class LineEndpoint(Protocol):
@@ -56,10 +56,10 @@ class LineEndpoint(Protocol):
         """Initiators only."""
 
     def close(self, reason: str) -> None:
-        """End the session; the owner is not told of it. An initiator begins no other until `open`."""
+        """End the session without calling the owner. An initiator opens no other until `open`."""
 
     def reset(self, session: int | None, reason: str) -> None:
-        """The machine at the other end says that nobody is there: a loss, noticed at once. Only in that session."""
+        """The other machine reports that the process is gone: the session, if it is still this one, is lost at once."""
 
     def send(self, frame: bytes) -> None: ...
 
@@ -68,7 +68,7 @@ class LineEndpoint(Protocol):
 
 
 class Lines(Protocol):
-    """How the processes of a world are connected. Each end of a line has a name."""
+    """Makes the lines of a world. Each end of a line has a name."""
 
     def initiator(self, host: Host, name: str, peer: str, owner: Owner, first_session: int = 1) -> LineEndpoint: ...
 
@@ -115,14 +115,14 @@ class LinkEnd:
         self._reopen()
 
     def close(self, reason: str) -> None:
-        """End the session; the owner is not told of it. An initiator begins no other until `open`."""
+        """End the session without calling the owner. An initiator opens no other until `open`."""
         self._note(f"session {self.link.session} closed: {reason}")
         self.wanted = False
         self._post(self.link.close(reason))
         self._alarm.set(self.link.next_deadline())
 
     def reset(self, session: int | None, reason: str) -> None:
-        """The machine at the other end says that nobody is there: a loss, noticed at once. Only in that session."""
+        """The other machine reports that the process is gone: the session, if it is still this one, is lost at once."""
         if session is not None and session == self.link.session:
             self._note(f"session {session} reset: {reason}")
             self._post(self.link.close(reason))
@@ -176,7 +176,7 @@ class LinkEnd:
 
 
 class Links:
-    """Lines over a network that may lose, delay and spoil packets."""
+    """Lines over a network that may lose, delay and corrupt packets."""
 
     def __init__(self, network: SimulatedNetwork, config: LinkConfig) -> None:
         self._network = network
@@ -223,7 +223,7 @@ class PipeEnd:
             self._host.after(0, self.connect)
 
     def connect(self) -> None:
-        """Both ends are told, the acceptor first. Nothing happens while one of them is not there or does not want to."""
+        """Open a session if both ends exist and the initiator wants one; the acceptor is called first."""
         other = self._pipes.end(self._peer)
         if other is None or self.session is not None:
             return
@@ -260,7 +260,7 @@ class PipeEnd:
 
 
 class Pipes:
-    """Lines on which nothing is lost: what is sent arrives `delay_us` later. Both ends live as long as the world."""
+    """Lines without faults: frames arrive `delay_us` later. Both ends live as long as the world."""
 
     def __init__(self, delay_us: int) -> None:
         self.delay_us = delay_us
@@ -272,7 +272,7 @@ class Pipes:
 
     def acceptor(self, host: Host, name: str, peer: str, owner: Owner) -> PipeEnd:
         end = self._attached(name, PipeEnd(self, host, peer, owner, opens=False))
-        host.after(0, end.connect)  # somebody may wait for it
+        host.after(0, end.connect)  # the initiator may wait for it
         return end
 
     def end(self, name: str) -> PipeEnd | None:

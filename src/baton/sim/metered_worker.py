@@ -9,7 +9,7 @@ from baton.sim.run_records import PassMeter
 
 
 class MeteredWorker:
-    """A Worker to its driver; adds the CPU time of ticks and settled steps to a meter."""
+    """Wraps a Worker for its driver and adds the CPU time of ticks and settled steps to a meter."""
 
     def __init__(self, worker: Worker, meter: PassMeter) -> None:
         self._worker = worker

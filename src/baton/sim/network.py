@@ -1,7 +1,7 @@
-"""The network between hosts: packets with a delay, and everything that can go wrong with them.
+"""The simulated network between hosts: packets with a delay, and faults.
 
 Owns packets between `send` and their arrival. Without faults, packets of one direction arrive in order after a delay with
-jitter. Each direction draws from a stream of its own. A fault that fires is counted and told.
+jitter. Each direction has its own random stream. Every fault is counted and noted in the story.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from baton.sim.faults import Fault, NetworkRates
+from baton.sim.faults import Fault, NetworkRates, flip_bit
 from baton.sim.world import Host, World
 from baton.wire.link import described
 
 Receive = Callable[[str, bytes], None]
 
 IN_TRANSIT_MAX = 100_000
-"""Packets on their way at once; a world that needs more has lost control of its senders."""
+"""Bound on packets in transit; further ones are dropped."""
 
 
 @dataclass(slots=True)
@@ -26,9 +26,9 @@ class _Direction:
     target: str
     stream: random.Random
     last_us: int = 0
-    """When the last packet arrives: the next one comes after it, unless it overtakes."""
+    """When the last packet arrives: the next one arrives after it, unless it is reordered."""
     clogged: list[bytes] | None = None
-    """What waits while nothing passes."""
+    """Packets that wait while the direction is clogged; None: it is not."""
     cut: bool = False
 
 
@@ -62,23 +62,23 @@ class SimulatedNetwork:
             return
         if rates.bit_flip and draw() < rates.bit_flip:
             self._fire(Fault.BIT_FLIP, way, packet)
-            packet = _flipped(packet, way.stream)
+            packet = flip_bit(packet, way.stream.randrange(len(packet) * 8))
         self._carry(way, packet)
         if rates.duplication and draw() < rates.duplication:
             self._fire(Fault.DUPLICATION, way, packet)
             self._carry(way, packet, late_us=int(draw() * rates.late_us))
 
     def cut(self, source: str, target: str) -> None:
-        """Nothing passes in this direction until `heal` or `join`."""
+        """Drop all packets of this direction until `heal` or `join`."""
         self._direction(source, target).cut = True
 
     def join(self, one: str, other: str) -> None:
-        """Both directions."""
+        """Undo `cut` in both directions."""
         for ends in ((one, other), (other, one)):
             self._direction(*ends).cut = False
 
     def clog(self, source: str, target: str) -> None:
-        """Packets of this direction pile up and arrive together when it is cleared."""
+        """Hold the packets of this direction until it is cleared."""
         way = self._direction(source, target)
         if way.clogged is None:
             way.clogged = []
@@ -110,7 +110,7 @@ class SimulatedNetwork:
                 way.clogged.append(packet)
             return
         if self._in_transit >= IN_TRANSIT_MAX:
-            return  # as a router with full queues would
+            return  # as a network router with full queues does
         rates, draw = self.rates, way.stream.random
         arrives_us = self.world.now_us + late_us + rates.delay_us + int(draw() * rates.jitter_us)
         if rates.spike and draw() < rates.spike:
@@ -133,10 +133,3 @@ class SimulatedNetwork:
         end = self._endpoints.get(way.target)
         if end is not None and end.life == end.host.lives:
             end.host.run(end.receive, way.source, packet)
-
-
-def _flipped(packet: bytes, stream: random.Random) -> bytes:
-    at = stream.randrange(len(packet) * 8)
-    spoilt = bytearray(packet)
-    spoilt[at // 8] ^= 1 << (at % 8)
-    return bytes(spoilt)

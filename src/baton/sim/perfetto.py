@@ -1,17 +1,17 @@
-"""A run as a timeline that ui.perfetto.dev (and chrome://tracing) opens: JSON in the Chrome trace format.
+"""Timelines of runs for ui.perfetto.dev and chrome://tracing: JSON in the Chrome trace format.
 
     process "instance 3"
-      steps               one slice a step: "decode 7", "prefill 2048 + 7"
+      steps               one slice per step: "decode 7", "prefill 2048 + 7"
       KV blocks           counter: requests, cached, free
       requests            counter: running, waiting
       preemptions         counter, since the start
       request             async slices, packed by the viewer: request ⊃ queue, prefill, decode
     process "front end"   requests that no instance took
 
-Owns the shape of that file and a bound on its size: of steps and requests only the latest are shown (a record keeps the
-latest steps), looks are thinned evenly, and `otherData` of the file says how many of each are missing. A preempted request
-went through queue and prefill more than once and the record has only sums, so its time before the first token is one slice
-and its arguments tell the rest.
+Owns the form of that file and a bound on its size: only the latest steps and requests are shown (a record keeps the latest
+steps), samples are thinned evenly, and `otherData` gives the numbers left out. A preempted request went through queue and
+prefill more than once and the record has only sums, so its time before the first token is one slice, with the sums as
+arguments.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from baton.sim.run_records import InstanceSample, RequestRecord, RunRecord, Step
 
 STEPS_MAX = 200_000
 REQUESTS_MAX = 20_000
-LOOKS_MAX = 50_000
+SAMPLES_MAX = 50_000
 STEPS_TRACK = 1
 FRONT_PROCESS = 1
-"""Viewers give process 0 a meaning of its own."""
+"""Not 0, which viewers treat specially."""
 
 Argument = str | int | float | None
 
@@ -48,15 +48,15 @@ class TraceEvent(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class LeftOut(msgspec.Struct, frozen=True):
-    """What a timeline does not show, because files that no viewer opens show nothing."""
+    """Numbers of events left out of a timeline to bound its size."""
 
     steps: int
     requests: int
-    looks: int
+    samples: int
 
     @property
     def told(self) -> str | None:
-        parts = [("steps", self.steps), ("requests", self.requests), ("looks", self.looks)]
+        parts = [("steps", self.steps), ("requests", self.requests), ("looks", self.samples)]
         missing = ", ".join(f"{count:,} {name}" for name, count in parts if count)
         return f"Left out of the timeline to keep it small: {missing}." if missing else None
 
@@ -72,34 +72,34 @@ class PerfettoTimeline(
 
 
 def timeline(
-    record: RunRecord, steps_max: int = STEPS_MAX, requests_max: int = REQUESTS_MAX, looks_max: int = LOOKS_MAX
+    record: RunRecord, steps_max: int = STEPS_MAX, requests_max: int = REQUESTS_MAX, samples_max: int = SAMPLES_MAX
 ) -> tuple[PerfettoTimeline, LeftOut]:
     spans = sorted(record.spans, key=lambda span: (span.begin_us, span.instance))
-    journeys = [journey for journey in record.journeys if journey.ended_us is not None]
-    journeys.sort(key=lambda journey: (journey.arrived_us, journey.index))
-    # Instances are looked at together, so whole rounds of looks stay or go.
-    rounds = sorted({look.at_us for look in record.looks})
-    every = max(1, -(-len(record.looks) // looks_max))
+    requests = [request for request in record.requests if request.ended_us is not None]
+    requests.sort(key=lambda request: (request.arrived_us, request.index))
+    # All instances are sampled at the same times, so whole rounds of samples are kept or dropped.
+    rounds = sorted({sample.at_us for sample in record.samples})
+    every = max(1, -(-len(record.samples) // samples_max))
     shown = frozenset(rounds[::every])
-    looks = [look for look in record.looks if look.at_us in shown]
+    samples = [sample for sample in record.samples if sample.at_us in shown]
     left_out = LeftOut(
         steps=record.spans_left_out + max(0, len(spans) - steps_max),
-        requests=len(record.journeys) - min(len(journeys), requests_max),
-        looks=len(record.looks) - len(looks),
+        requests=len(record.requests) - min(len(requests), requests_max),
+        samples=len(record.samples) - len(samples),
     )
     events = list(_processes(record))
     events.extend(map(_step, spans[-steps_max:]))
-    for look in looks:
-        events.extend(_counters(look))
-    for journey in journeys[-requests_max:]:
-        events.extend(_request(journey))
+    for sample in samples:
+        events.extend(_counters(sample))
+    for request in requests[-requests_max:]:
+        events.extend(_request(request))
     about: dict[str, Argument] = {
         "run": record.label,
         "seed": record.seed,
         "pool blocks an instance": record.pool_blocks,
         "steps left out": left_out.steps,
         "requests left out": left_out.requests,
-        "looks left out": left_out.looks,
+        "looks left out": left_out.samples,
     }
     return PerfettoTimeline(events, about), left_out
 
@@ -137,65 +137,65 @@ def _step(span: StepSpan) -> TraceEvent:
     return TraceEvent(name, "X", pid, span.begin_us, span.end_us - span.begin_us, STEPS_TRACK, "step", args=args)
 
 
-def _counters(look: InstanceSample) -> Iterator[TraceEvent]:
-    pid = process_of(look.instance)
+def _counters(sample: InstanceSample) -> Iterator[TraceEvent]:
+    pid = process_of(sample.instance)
     blocks: dict[str, Argument] = {
-        "requests": look.running_blocks,
-        "leased": look.leased_blocks,
-        "cached": look.evictable_blocks,
-        "free": look.free_blocks,
+        "requests": sample.running_blocks,
+        "leased": sample.leased_blocks,
+        "cached": sample.evictable_blocks,
+        "free": sample.free_blocks,
     }
-    yield TraceEvent("KV blocks", "C", pid, look.at_us, args=blocks)
-    yield TraceEvent("requests", "C", pid, look.at_us, args={"running": look.running, "waiting": look.waiting})
-    yield TraceEvent("preemptions", "C", pid, look.at_us, args={"preemptions": look.preemptions})
+    yield TraceEvent("KV blocks", "C", pid, sample.at_us, args=blocks)
+    yield TraceEvent("requests", "C", pid, sample.at_us, args={"running": sample.running, "waiting": sample.waiting})
+    yield TraceEvent("preemptions", "C", pid, sample.at_us, args={"preemptions": sample.preemptions})
 
 
-def _request(journey: RequestRecord) -> Iterator[TraceEvent]:
+def _request(request: RequestRecord) -> Iterator[TraceEvent]:
     """Slices of one id nest, so the outer one is opened first and closed last."""
-    if journey.ended_us is None:
+    if request.ended_us is None:
         return
-    yield _edge("b", "request", journey, journey.arrived_us, _told(journey))
-    for name, begin_us, end_us in _stages(journey, journey.ended_us):
-        yield _edge("b", name, journey, begin_us)
-        yield _edge("e", name, journey, end_us)
-    yield _edge("e", "request", journey, journey.ended_us)
+    yield _edge("b", "request", request, request.arrived_us, _told(request))
+    for name, begin_us, end_us in _stages(request, request.ended_us):
+        yield _edge("b", name, request, begin_us)
+        yield _edge("e", name, request, end_us)
+    yield _edge("e", "request", request, request.ended_us)
 
 
-def _stages(journey: RequestRecord, ended_us: int) -> Iterator[tuple[str, int, int]]:
-    first_us = journey.first_us
+def _stages(request: RequestRecord, ended_us: int) -> Iterator[tuple[str, int, int]]:
+    first_us = request.first_us
     if first_us is None:
-        yield "no token", journey.arrived_us, ended_us
+        yield "no token", request.arrived_us, ended_us
         return
-    if journey.preemptions:
-        yield "queue and prefill", journey.arrived_us, first_us
+    if request.preemptions:
+        yield "queue and prefill", request.arrived_us, first_us
         yield "decode, preempted", first_us, ended_us
         return
-    computed_us = max(journey.arrived_us, first_us - journey.transfer_us)
-    started_us = max(journey.arrived_us, computed_us - journey.prefill_us)
-    yield "queue", journey.arrived_us, started_us
+    computed_us = max(request.arrived_us, first_us - request.transfer_us)
+    started_us = max(request.arrived_us, computed_us - request.prefill_us)
+    yield "queue", request.arrived_us, started_us
     yield "prefill", started_us, computed_us
     if computed_us < first_us:
         yield "hand-over", computed_us, first_us
     yield "decode", first_us, ended_us
 
 
-def _edge(ph: str, name: str, journey: RequestRecord, at_us: int, args: dict[str, Argument] | None = None) -> TraceEvent:
-    pid = process_of(journey.instance)
-    return TraceEvent(name, ph, pid, at_us, tid=STEPS_TRACK, cat="request", id=str(journey.index), args=args)
+def _edge(ph: str, name: str, request: RequestRecord, at_us: int, args: dict[str, Argument] | None = None) -> TraceEvent:
+    pid = process_of(request.instance)
+    return TraceEvent(name, ph, pid, at_us, tid=STEPS_TRACK, cat="request", id=str(request.index), args=args)
 
 
-def _told(journey: RequestRecord) -> dict[str, Argument]:
+def _told(request: RequestRecord) -> dict[str, Argument]:
     return {
-        "request": journey.index,
-        "outcome": journey.outcome,
-        "input tokens": journey.input_tokens,
-        "cached tokens": journey.cached_tokens,
-        "output tokens": journey.output_tokens,
-        "preemptions": journey.preemptions,
-        "recomputed tokens": journey.recomputed_tokens,
-        "queue ms": journey.queue_us / 1e3,
-        "prefill ms": journey.prefill_us / 1e3,
-        "transfer ms": journey.transfer_us / 1e3,
-        "attempts": journey.attempts,
-        "decode ms": journey.decode_us / 1e3,
+        "request": request.index,
+        "outcome": request.outcome,
+        "input tokens": request.input_tokens,
+        "cached tokens": request.cached_tokens,
+        "output tokens": request.output_tokens,
+        "preemptions": request.preemptions,
+        "recomputed tokens": request.recomputed_tokens,
+        "queue ms": request.queue_us / 1e3,
+        "prefill ms": request.prefill_us / 1e3,
+        "transfer ms": request.transfer_us / 1e3,
+        "attempts": request.attempts,
+        "decode ms": request.decode_us / 1e3,
     }

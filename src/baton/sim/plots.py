@@ -1,8 +1,8 @@
-"""A picture of simulated runs: latencies over time and as distributions, the KV pool, queues, and how busy instances were.
+"""Plots of simulated runs: latencies over time and as distributions, the KV pool, queues, and busy shares of instances.
 
-Owns the drawing: 1400 × 1000 pixels, colours that colour-blind eyes tell apart, legends outside the data. One run is drawn
-in full; several, one a policy, are laid over each other with one legend for all panels, and then the pool shows only what
-requests hold. matplotlib is an optional extra (`plot`) and is imported only when a picture is asked for.
+Owns the drawing: 1400 × 1000 pixels, colours that colour-blind readers can tell apart, legends outside the data. One run is
+drawn in full; several, one per policy, are overlaid with one legend for all panels, and then the pool shows only the blocks
+that requests hold. matplotlib is an optional extra (`plot`) and is imported only when a plot is drawn.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ Style = Literal["-", "--", "-.", ":"]
 POLICY_STYLES: tuple[Style, ...] = ("-", "--", "-.", ":")
 RUNS_MAX = len(POLICY_COLOURS)
 WINDOWS_MAX, WINDOW_ARRIVALS = 60, 20
-"""Percentiles over time are of equal stretches, with about so many arrivals at least."""
+"""Percentiles over time are taken in equal windows, of at least about 20 arrivals on average."""
 MOMENTS_MAX = 240
 CURVE_POINTS_MAX = 2000
 DOTS_MAX = 20_000
 BARS_LEAST, BARS_MAX, TICKS_MAX = 6, 64, 16
 LEAST_SHOWN_S = 1e-4
-"""A logarithmic axis has no zero."""
+"""The lower bound of values on logarithmic axes."""
 
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class RunStyle:
-    """How one run is drawn wherever it meets others."""
+    """The line style of one run in all panels."""
 
     label: str
     colour: str
     style: Style
     width: float
-    """Those drawn first are thicker, so that they show where all agree."""
+    """Runs drawn first are thicker, so that they stay visible under later ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceLevels:
-    """Instances over time: one row a moment, one column an instance; what no look saw is NaN."""
+    """Instances over time: one row per time, one column per instance; NaN without a sample."""
 
     at_s: Floats
     held: Floats
@@ -62,7 +62,7 @@ class InstanceLevels:
 
 
 def draw(records: Sequence[RunRecord], targets: LatencyTargets, title: str, path: Path) -> None:
-    """Write a PNG of one run, or of one run a policy."""
+    """Write a PNG of one run, or of one run per policy."""
     if not 1 <= len(records) <= RUNS_MAX:
         raise ValueError(f"a picture shows 1 to {RUNS_MAX} runs, not {len(records)}")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -127,7 +127,7 @@ def _frame(axes: Axes, name: str, y_label: str) -> None:
 
 
 def _legend(axes: Axes, columns: int = 4) -> None:
-    """Right above the panel, beside its title, where no data are."""
+    """Place the legend above the panel, beside its title."""
     if axes.get_legend_handles_labels()[0]:
         axes.legend(
             loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=columns, frameon=False, fontsize=9, borderaxespad=0.1,
@@ -140,8 +140,8 @@ def _nothing(axes: Axes) -> None:
 
 
 def _finished_us(record: RunRecord, what: str) -> Floats:
-    finished = (journey for journey in record.journeys if journey.outcome in FINISHED)
-    values = (journey.ttft_us if what == "ttft" else journey.tpot_us for journey in finished)
+    finished = (request for request in record.requests if request.outcome in FINISHED)
+    values = (request.ttft_us if what == "ttft" else request.tpot_us for request in finished)
     return np.array([value for value in values if value is not None], dtype=np.float64)
 
 
@@ -179,9 +179,9 @@ def _first_tokens(axes: Axes, records: Sequence[RunRecord], pens: Sequence[RunSt
 
 def _arrivals(record: RunRecord) -> tuple[Floats, Floats]:
     seen = [
-        (journey.arrived_us / 1e6, max(LEAST_SHOWN_S, journey.ttft_us / 1e6))
-        for journey in record.journeys
-        if journey.outcome in FINISHED and journey.ttft_us is not None
+        (request.arrived_us / 1e6, max(LEAST_SHOWN_S, request.ttft_us / 1e6))
+        for request in record.requests
+        if request.outcome in FINISHED and request.ttft_us is not None
     ]
     table = np.array(sorted(seen), dtype=np.float64).reshape(-1, 2)
     return table[:, 0], table[:, 1]
@@ -203,9 +203,9 @@ def _windows(at_s: Floats, values: Floats) -> tuple[Floats, Floats, Floats]:
 
 
 def _levels(record: RunRecord) -> InstanceLevels | None:
-    if not record.looks:
+    if not record.samples:
         return None
-    looks = np.array(
+    samples = np.array(
         [
             (
                 o.at_us,
@@ -216,20 +216,20 @@ def _levels(record: RunRecord) -> InstanceLevels | None:
                 o.running,
                 o.waiting,
             )
-            for o in record.looks
+            for o in record.samples
         ],
         dtype=np.float64,
     )
-    moments = min(MOMENTS_MAX, len(np.unique(looks[:, 0])))
-    edges = np.linspace(0.0, max(1.0, looks[:, 0].max()), moments + 1)
-    row = np.clip(np.searchsorted(edges, looks[:, 0], side="right") - 1, 0, moments - 1)
-    cell = row * record.instances + looks[:, 1].astype(np.int64)
+    moments = min(MOMENTS_MAX, len(np.unique(samples[:, 0])))
+    edges = np.linspace(0.0, max(1.0, samples[:, 0].max()), moments + 1)
+    row = np.clip(np.searchsorted(edges, samples[:, 0], side="right") - 1, 0, moments - 1)
+    cell = row * record.instances + samples[:, 1].astype(np.int64)
     cells = moments * record.instances
     seen = np.bincount(cell, minlength=cells)
     kept = np.where(seen.reshape(moments, record.instances).any(axis=1))[0]
 
     def mean_of(column: int) -> Floats:
-        total = np.bincount(cell, weights=looks[:, column], minlength=cells)
+        total = np.bincount(cell, weights=samples[:, column], minlength=cells)
         means = np.divide(total, seen, out=np.full(cells, np.nan), where=seen > 0)
         return np.asarray(means.reshape(moments, record.instances)[kept])
 

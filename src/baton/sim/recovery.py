@@ -1,6 +1,6 @@
-"""What must be so once no fault happens any more: every instance serves again, and then nothing is held.
+"""Checks after faults have ended: every instance serves again, answers one more request, and then holds nothing.
 
-Owns the questions that are asked to find out.
+Owns the probe requests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from baton.sim.world import stream_of
 SAID_WITHIN_US = 350_000
 IMPATIENT_US = 1_000_000
 PROBE_FROM = 1_000_000
-"""Indices of the questions that are asked when everything has healed."""
+"""First index of probe requests."""
 
 
 class Recovery:
@@ -26,63 +26,63 @@ class Recovery:
 
     def until_all_serve(self, bound_us: int) -> None:
         site = self._site
-        while absent := [seat.name for seat in site.seats if not (site.serves(seat) and self._knows_its_peers(seat))]:
+        while absent := [node.name for node in site.nodes if not (site.serves(node) and self._knows_its_peers(node))]:
             if site.world.next_us is None or site.world.now_us > bound_us:
                 raise LawBroken(RECOVERY, f"{', '.join(absent)} do not serve")
             site.world.step()
 
-    def _knows_its_peers(self, seat: InstanceHost) -> bool:
-        """Every pair has registered with each other in the same session."""
-        others = [other for other in self._site.seats if other.name in seat.peers]
+    def _knows_its_peers(self, node: InstanceHost) -> bool:
+        """Whether it and each of its peers have registered with each other in the same session."""
+        others = [other for other in self._site.nodes if other.name in node.peers]
         for other in others:
-            if seat.neighbours is None or other.neighbours is None:
+            if node.neighbours is None or other.neighbours is None:
                 return False
-            sessions = seat.neighbours.session_with(other.name), other.neighbours.session_with(seat.name)
+            sessions = node.neighbours.session_with(other.name), other.neighbours.session_with(node.name)
             if sessions[0] is None or sessions[0] != sessions[1]:
                 return False
         return True
 
     def ask_each_instance(self) -> None:
-        """Whoever serves again answers one more question, in full."""
+        """Every serving instance must answer one more request in full."""
         site = self._site
-        site.judge.calm = True
+        site.checker.calm = True
         if self._may_give_up_questions:
             return
-        serving = [seat for seat in site.seats if seat.role.serves]
-        probes = [site.user((probe_ask(PROBE_FROM + seat.number),), site.door_of(seat), False) for seat in serving]
+        serving = [node for node in site.nodes if node.role.serves]
+        probes = [site.user((probe_ask(PROBE_FROM + node.number),), site.entrance_of(node), False) for node in serving]
         self._until_answered(probes)
         self._ask_for_a_handover()
         self._ask_for_a_look()
 
     @property
     def _may_give_up_questions(self) -> bool:
-        """A narrow line has old signs of life to carry first, and an impatient router does not wait for its turn."""
+        """Whether old heartbeats on a narrow line may delay probes beyond the router's short deadline."""
         router = self._site.scenario.router
         return router is not None and router.deadline_us < IMPATIENT_US and "narrow-line" in self._site.scenario.classes
 
     def _ask_for_a_handover(self) -> None:
-        """Where there are peers again, they prefill again: one question after the other, so that none finds a full queue."""
+        """Check that peers prefill again, with one probe after the other so that no queue is full."""
         site = self._site
         if not site.scenario.can_hand_over(HANDED_OVER_TOKENS):
             return
         if site.fleet is not None and MIXED in site.scenario.roles:
-            return  # which might be asked instead
+            return  # which may serve the probe instead
         stream = stream_of(site.scenario.seed, "probes")
-        for seat in site.seats:
-            if not (seat.role.takes and seat.peers) or seat.instance is None:
+        for node in site.nodes:
+            if not (node.role.takes and node.peers) or node.instance is None:
                 continue
             before = self._handovers()
             prompt = tuple(stream.randrange(VOCABULARY) for _ in range(HANDED_OVER_TOKENS))
-            ask = probe_ask(PROBE_FROM * 2 + seat.number, prompt)
-            self._until_answered([site.user((ask,), site.door_of(seat), False)])
+            ask = probe_ask(PROBE_FROM * 2 + node.number, prompt)
+            self._until_answered([site.user((ask,), site.entrance_of(node), False)])
             made = self._handovers()
-            if made == before or (site.fleet is None and made[seat.number] == before[seat.number]):
-                raise LawBroken(RECOVERY, f"{seat.name} prefilled by itself, though {', '.join(seat.peers)} were there")
+            if made == before or (site.fleet is None and made[node.number] == before[node.number]):
+                raise LawBroken(RECOVERY, f"{node.name} prefilled by itself, though {', '.join(node.peers)} were there")
 
     def _ask_for_a_look(self) -> None:
-        """A store that is there again is asked again: by the first who prefills something new after it was left alone."""
+        """Check that the store is used again after its back-off, with a probe of a new prompt."""
         site = self._site
-        store, scenario = site.depot.store, site.scenario
+        store, scenario = site.storage_model.store, site.scenario
         if store is None or store.is_dead or not scenario.looks_in_store:
             return
         patience_us = max(config.tiers.retry_us_max for config in (scenario.config, scenario.giver))
@@ -90,16 +90,18 @@ class Recovery:
         before = self._looks()
         stream = stream_of(scenario.seed, "looks")
         prompt = tuple(stream.randrange(VOCABULARY) for _ in range(HANDED_OVER_TOKENS))
-        seat = next(seat for seat in site.seats if seat.role.serves)
-        self._until_answered([site.user((probe_ask(PROBE_FROM * 3, prompt),), site.door_of(seat), False)])
+        node = next(node for node in site.nodes if node.role.serves)
+        self._until_answered([site.user((probe_ask(PROBE_FROM * 3, prompt),), site.entrance_of(node), False)])
         if self._looks() == before:
             raise LawBroken(RECOVERY, "nobody asks the store any more, though it is there again")
 
     def _looks(self) -> int:
-        return sum(0 if seat.instance is None else self._site.judge.store_looks(seat.instance) for seat in self._site.seats)
+        return sum(
+            0 if node.instance is None else self._site.checker.store_looks(node.instance) for node in self._site.nodes
+        )
 
     def _handovers(self) -> list[int]:
-        return [0 if seat.instance is None else self._site.judge.handovers_to(seat.instance) for seat in self._site.seats]
+        return [0 if node.instance is None else self._site.checker.handovers_to(node.instance) for node in self._site.nodes]
 
     def _until_answered(self, probes: list[SimulatedUser]) -> None:
         for probe in probes:
@@ -111,22 +113,22 @@ class Recovery:
         while not self._nothing_open() and site.world.next_us is not None and site.world.now_us <= bound_us:
             site.world.step()
         if site.fleet is not None:
-            site.until(site.world.now_us + SAID_WITHIN_US)  # signs of life say what is cached
+            site.until(site.world.now_us + SAID_WITHIN_US)  # heartbeats report what is cached
         site.audit_all()
-        for seat in site.seats:
-            if seat.instance is not None:
-                site.judge.nothing_held(seat.instance)
-            if seat.neighbours is not None:
-                site.judge.nothing_lands(seat.name, seat.neighbours.receiver.open, seat.neighbours.sender.open)
+        for node in site.nodes:
+            if node.instance is not None:
+                site.checker.nothing_held(node.instance)
+            if node.neighbours is not None:
+                site.checker.nothing_lands(node.name, node.neighbours.receiver.open, node.neighbours.sender.open)
         if site.fleet is not None:
-            site.fleet.nothing_held(site.judge)
+            site.fleet.nothing_held(site.checker)
         if site.front.open_requests:
             raise LawBroken(LIVENESS, f"the front end still has {site.front.open_requests} open requests")
 
     def _nothing_open(self) -> bool:
         site = self._site
-        workers = [seat.instance.worker for seat in site.seats if seat.instance is not None]
-        ends = [seat.neighbours for seat in site.seats if seat.neighbours is not None]
+        workers = [node.instance.worker for node in site.nodes if node.instance is not None]
+        ends = [node.neighbours for node in site.nodes if node.neighbours is not None]
         if any(end.receiver.open or end.sender.open for end in ends):
             return False
         if site.fleet is not None and not site.fleet.is_quiet:

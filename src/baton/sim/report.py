@@ -1,14 +1,14 @@
-"""From what a simulated run left behind to the numbers that are published.
+"""Summaries of simulated runs: from records to the published numbers.
 
-Owns the names, units and definitions of those numbers, and nothing of how they look. Times to the first token and to the
-end are in seconds, times a token in milliseconds, rates a simulated second. What was not seen is None, never zero.
+Owns the names, units and definitions of those numbers, not their presentation. TTFT and end-to-end times are in seconds,
+times per token in milliseconds, rates per simulated second. A value that was not observed is None, never zero.
 
     finished     ended by a stop token or by its length; only these count in latencies, tokens and the prefix hit rate
-    good         finished within both targets; an answer of one token has no time a token and is held to the first alone
+    good         finished within both targets; an answer of one token has no time per token and is held to TTFT alone
     span         from the first arrival to the last end; all rates are over it
-    pool shares  one look at one instance counts as much as any other
+    pool shares  means over all samples of all instances, each with equal weight
     busy         share of the span in which a device computed
-    roles        where instances differ in what they do: the same of each kind, and what was handed over
+    roles        in split clusters: the same numbers for each role, and its hand-overs
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Setting = str | int | float | bool | None
 
 
 class BadRecord(BatonError):
-    """A record that no run could have left behind; the message says what contradicts what."""
+    """A record that contradicts itself; the message says how."""
 
 
 @dataclass(frozen=True, slots=True)
 class LatencyTargets:
-    """What a client counts as good service."""
+    """The latency targets of goodput."""
 
     ttft_s: float
     tpot_ms: float
@@ -46,10 +46,10 @@ class LatencyTargets:
             if not 0.0 < value < math.inf:  # written so that NaN fails too
                 raise ValueError(f"the target {name} must be a positive number, not {value}")
 
-    def met_by(self, journey: RequestRecord) -> bool:
-        if journey.outcome not in FINISHED or journey.ttft_us is None or journey.ttft_us > self.ttft_s * 1e6:
+    def met_by(self, request: RequestRecord) -> bool:
+        if request.outcome not in FINISHED or request.ttft_us is None or request.ttft_us > self.ttft_s * 1e6:
             return False
-        return journey.tpot_us is None or journey.tpot_us <= self.tpot_ms * 1e3
+        return request.tpot_us is None or request.tpot_us <= self.tpot_ms * 1e3
 
 
 class ValueDistribution(msgspec.Struct, frozen=True):
@@ -74,7 +74,7 @@ class RequestCounts(msgspec.Struct, frozen=True):
 
     @property
     def broken(self) -> int:
-        """Requests that a cluster without faults ends otherwise."""
+        """Requests that a cluster without faults would have finished."""
         return self.errors + self.lost + self.unfinished
 
 
@@ -92,14 +92,14 @@ class TokenTotals(msgspec.Struct, frozen=True):
 
 
 class Throughputs(msgspec.Struct, frozen=True):
-    """A simulated second."""
+    """Per simulated second."""
 
     requests_per_s: float | None
     input_tokens_per_s: float | None
     output_tokens_per_s: float | None
     good_per_s: float | None
     good_share: float | None
-    """Of all requests, also of those that were refused."""
+    """Share of all requests, refused ones included."""
 
 
 class PoolShares(msgspec.Struct, frozen=True):
@@ -109,10 +109,10 @@ class PoolShares(msgspec.Struct, frozen=True):
     """By requests."""
     held_peak: float
     cached_mean: float
-    """By nobody, and kept for prompts that begin alike."""
+    """By no request, kept for the prefix cache."""
     free_mean: float
     leased_mean: float = 0.0
-    """Granted to prefills of peers."""
+    """Leased for prefills of peers."""
 
 
 class QueueLengths(msgspec.Struct, frozen=True):
@@ -146,7 +146,7 @@ class RoleSummary(msgspec.Struct, frozen=True):
     gigabytes: float
     """Of KV, sent or received."""
     link_busy: float | None
-    """Share of the span in which their links carried KV."""
+    """Share of the span in which their links moved KV."""
 
 
 class RunSummary(msgspec.Struct, frozen=True):
@@ -173,7 +173,7 @@ class RunSummary(msgspec.Struct, frozen=True):
     handover_s: ValueDistribution | None = None
     """From the ask to the adoption."""
     transfer_s: ValueDistribution | None = None
-    """Of that, what was neither waiting nor computing at the giver."""
+    """Part of that which was neither queueing nor computing at the giver."""
     roles: list[RoleSummary] = []
 
 
@@ -198,25 +198,25 @@ class SimReport(msgspec.Struct, frozen=True):
 
 def summarise(record: RunRecord, targets: LatencyTargets) -> RunSummary:
     check(record)
-    finished = [journey for journey in record.journeys if journey.outcome in FINISHED]
+    finished = [request for request in record.requests if request.outcome in FINISHED]
     span_us = span_of(record)
-    preempted = [journey.preemptions for journey in record.journeys if journey.preemptions]
+    preempted = [request.preemptions for request in record.requests if request.preemptions]
     simulated_s = record.end_us / 1e6
     return RunSummary(
         label=record.label,
         seed=record.seed,
         instances=record.instances,
-        counts=_counts(record.journeys),
-        ttft_s=describe(journey.ttft_us for journey in finished),
-        tpot_ms=describe((journey.tpot_us for journey in finished), unit_us=1e3),
-        e2e_s=describe(_e2e_us(journey) for journey in finished),
-        queue_s=describe(journey.queue_us for journey in finished),
+        counts=_counts(record.requests),
+        ttft_s=describe(request.ttft_us for request in finished),
+        tpot_ms=describe((request.tpot_us for request in finished), unit_us=1e3),
+        e2e_s=describe(_e2e_us(request) for request in finished),
+        queue_s=describe(request.queue_us for request in finished),
         tokens=_tokens(finished),
-        rates=_rates(record.journeys, finished, span_us, targets),
+        rates=_rates(record.requests, finished, span_us, targets),
         preemptions=sum(preempted),
         preempted_requests=len(preempted),
-        ledger=_ledger(record, record.looks),
-        queues=_queues(record.looks),
+        ledger=_ledger(record, record.samples),
+        queues=_queues(record.samples),
         busy=_busy(busy_shares(record)),
         span_s=None if span_us is None else span_us / 1e6,
         simulated_s=simulated_s,
@@ -224,14 +224,14 @@ def summarise(record: RunRecord, targets: LatencyTargets) -> RunSummary:
         wall_s=record.wall_s,
         simulated_per_wall=simulated_s / record.wall_s if record.wall_s > 0 else None,
         handover_s=describe(record.took_us),
-        transfer_s=describe(journey.transfer_us for journey in finished if journey.attempts),
+        transfer_s=describe(request.transfer_us for request in finished if request.attempts),
         roles=[_role(record, role) for role in dict.fromkeys(record.roles)],
     )
 
 
 def _role(record: RunRecord, role: str) -> RoleSummary:
     members = [number for number, its in enumerate(record.roles) if its == role]
-    looks = [look for look in record.looks if look.instance in members]
+    samples = [sample for sample in record.samples if sample.instance in members]
     handed = [record.handed[number] for number in members if number < len(record.handed)]
     shares, span_us = busy_shares(record), span_of(record)
     link_us = sum(one.busy_us for one in handed)
@@ -239,8 +239,8 @@ def _role(record: RunRecord, role: str) -> RoleSummary:
         role=role,
         instances=len(members),
         busy=_busy(None if shares is None else shares[members]),
-        ledger=_ledger(record, looks),
-        queues=_queues(looks),
+        ledger=_ledger(record, samples),
+        queues=_queues(samples),
         handovers=sum(one.made for one in handed),
         refused=sum(one.refused for one in handed),
         failed=sum(one.failed for one in handed),
@@ -250,17 +250,17 @@ def _role(record: RunRecord, role: str) -> RoleSummary:
 
 
 def check(record: RunRecord) -> None:
-    """Nonsense is refused before it becomes a number that looks like a result."""
+    """Raise BadRecord for a record that contradicts itself."""
     if record.instances < 1 or record.pool_blocks < 1 or record.block_size < 1:
         raise BadRecord(f"{record.instances} instances of {record.pool_blocks} blocks of {record.block_size} tokens")
-    for journey in record.journeys:
-        _check_journey(journey, record.instances)
-    for look in record.looks:
-        blocks = look.free_blocks + look.evictable_blocks + look.running_blocks + look.leased_blocks
-        if blocks != (pool := record.pool_of(look.instance)):
-            raise BadRecord(f"instance {look.instance} had {blocks} blocks at {look.at_us} µs, not {pool}")
+    for request in record.requests:
+        _check_request(request, record.instances)
+    for sample in record.samples:
+        blocks = sample.free_blocks + sample.evictable_blocks + sample.running_blocks + sample.leased_blocks
+        if blocks != (pool := record.pool_of(sample.instance)):
+            raise BadRecord(f"instance {sample.instance} had {blocks} blocks at {sample.at_us} µs, not {pool}")
     for name, instances in (
-        ("look", {look.instance for look in record.looks}),
+        ("look", {sample.instance for sample in record.samples}),
         ("step", {s.instance for s in record.spans}),
     ):
         if instances and not 0 <= min(instances) <= max(instances) < record.instances:
@@ -272,30 +272,30 @@ def check(record: RunRecord) -> None:
             raise BadRecord(f"step {span.step} of instance {span.instance} ends before it begins")
 
 
-def _check_journey(journey: RequestRecord, instances: int) -> None:
-    who = f"request {journey.index}"
-    if journey.instance is not None and not 0 <= journey.instance < instances:
-        raise BadRecord(f"{who} ran at instance {journey.instance} where there are {instances}")
-    if journey.first_us is not None and journey.first_us < journey.arrived_us:
+def _check_request(request: RequestRecord, instances: int) -> None:
+    who = f"request {request.index}"
+    if request.instance is not None and not 0 <= request.instance < instances:
+        raise BadRecord(f"{who} ran at instance {request.instance} where there are {instances}")
+    if request.first_us is not None and request.first_us < request.arrived_us:
         raise BadRecord(f"{who} had its first token before it arrived")
-    if journey.ended_us is not None and journey.ended_us < (journey.first_us or journey.arrived_us):
+    if request.ended_us is not None and request.ended_us < (request.first_us or request.arrived_us):
         raise BadRecord(f"{who} ended before it began")
-    if journey.cached_tokens > journey.input_tokens:
-        raise BadRecord(f"{who} found {journey.cached_tokens} of {journey.input_tokens} prompt tokens in the cache")
-    if journey.outcome in FINISHED and (journey.first_us is None or journey.ended_us is None):
-        raise BadRecord(f"{who} ended as {journey.outcome} without a first token or an end")
+    if request.cached_tokens > request.input_tokens:
+        raise BadRecord(f"{who} found {request.cached_tokens} of {request.input_tokens} prompt tokens in the cache")
+    if request.outcome in FINISHED and (request.first_us is None or request.ended_us is None):
+        raise BadRecord(f"{who} ended as {request.outcome} without a first token or an end")
 
 
 def span_of(record: RunRecord) -> int | None:
     """Microseconds from the first arrival to the last end."""
-    ends_us = [journey.ended_us for journey in record.journeys if journey.ended_us is not None]
+    ends_us = [request.ended_us for request in record.requests if request.ended_us is not None]
     if not ends_us:
         return None
-    return max(ends_us) - min(journey.arrived_us for journey in record.journeys)
+    return max(ends_us) - min(request.arrived_us for request in record.requests)
 
 
 def describe(values_us: Iterable[float | None], unit_us: float = 1e6) -> ValueDistribution | None:
-    """None when there is nothing to describe."""
+    """None if there are no values."""
     values = np.array([value for value in values_us if value is not None], dtype=np.float64) / unit_us
     if not len(values):
         return None
@@ -303,14 +303,14 @@ def describe(values_us: Iterable[float | None], unit_us: float = 1e6) -> ValueDi
     return ValueDistribution(len(values), float(values.mean()), p50, p90, p99, float(values.max()))
 
 
-def _e2e_us(journey: RequestRecord) -> int | None:
-    return None if journey.ended_us is None else journey.ended_us - journey.arrived_us
+def _e2e_us(request: RequestRecord) -> int | None:
+    return None if request.ended_us is None else request.ended_us - request.arrived_us
 
 
-def _counts(journeys: Sequence[RequestRecord]) -> RequestCounts:
-    by_outcome = Counter(journey.outcome for journey in journeys)
+def _counts(requests: Sequence[RequestRecord]) -> RequestCounts:
+    by_outcome = Counter(request.outcome for request in requests)
     return RequestCounts(
-        requests=len(journeys),
+        requests=len(requests),
         finished=sum(by_outcome[outcome] for outcome in FINISHED),
         refused=by_outcome[RequestOutcome.REFUSED],
         aborted=by_outcome[RequestOutcome.ABORT],
@@ -321,15 +321,15 @@ def _counts(journeys: Sequence[RequestRecord]) -> RequestCounts:
 
 
 def _tokens(finished: Sequence[RequestRecord]) -> TokenTotals:
-    asked = sum(journey.input_tokens for journey in finished)
-    cached = sum(journey.cached_tokens for journey in finished)
-    recomputed = sum(journey.recomputed_tokens for journey in finished)
+    asked = sum(request.input_tokens for request in finished)
+    cached = sum(request.cached_tokens for request in finished)
+    recomputed = sum(request.recomputed_tokens for request in finished)
     # The last token of an answer is never fed, so it has no KV.
-    computed = asked - cached + sum(max(0, journey.output_tokens - 1) for journey in finished) + recomputed
+    computed = asked - cached + sum(max(0, request.output_tokens - 1) for request in finished) + recomputed
     return TokenTotals(
         input_tokens=asked,
         cached_tokens=cached,
-        output_tokens=sum(journey.output_tokens for journey in finished),
+        output_tokens=sum(request.output_tokens for request in finished),
         recomputed_tokens=recomputed,
         hit_rate=cached / asked if asked else None,
         recomputed_share=recomputed / computed if computed else None,
@@ -337,41 +337,41 @@ def _tokens(finished: Sequence[RequestRecord]) -> TokenTotals:
 
 
 def _rates(
-    journeys: Sequence[RequestRecord], finished: Sequence[RequestRecord], span_us: int | None, targets: LatencyTargets
+    requests: Sequence[RequestRecord], finished: Sequence[RequestRecord], span_us: int | None, targets: LatencyTargets
 ) -> Throughputs:
-    good = sum(targets.met_by(journey) for journey in finished)
-    share = good / len(journeys) if journeys else None
+    good = sum(targets.met_by(request) for request in finished)
+    share = good / len(requests) if requests else None
     if not span_us:
         return Throughputs(None, None, None, None, share)
     per_s = 1e6 / span_us
     return Throughputs(
         requests_per_s=len(finished) * per_s,
-        input_tokens_per_s=sum(journey.input_tokens for journey in finished) * per_s,
-        output_tokens_per_s=sum(journey.output_tokens for journey in finished) * per_s,
+        input_tokens_per_s=sum(request.input_tokens for request in finished) * per_s,
+        output_tokens_per_s=sum(request.output_tokens for request in finished) * per_s,
         good_per_s=good * per_s,
         good_share=share,
     )
 
 
-def _ledger(record: RunRecord, looks: Sequence[InstanceSample]) -> PoolShares | None:
-    if not looks:
+def _ledger(record: RunRecord, samples: Sequence[InstanceSample]) -> PoolShares | None:
+    if not samples:
         return None
-    blocks = np.array([(o.running_blocks, o.evictable_blocks, o.free_blocks, o.leased_blocks) for o in looks])
-    shares = blocks / np.array([[record.pool_of(o.instance)] for o in looks])
+    blocks = np.array([(o.running_blocks, o.evictable_blocks, o.free_blocks, o.leased_blocks) for o in samples])
+    shares = blocks / np.array([[record.pool_of(o.instance)] for o in samples])
     held, cached, free, leased = shares.mean(axis=0).tolist()
     return PoolShares(held, float(shares[:, 0].max()), cached, free, leased)
 
 
-def _queues(looks: Sequence[InstanceSample]) -> QueueLengths | None:
-    if not looks:
+def _queues(samples: Sequence[InstanceSample]) -> QueueLengths | None:
+    if not samples:
         return None
-    running = np.array([look.running for look in looks])
-    waiting = np.array([look.waiting for look in looks])
+    running = np.array([sample.running for sample in samples])
+    waiting = np.array([sample.waiting for sample in samples])
     return QueueLengths(float(running.mean()), int(running.max()), float(waiting.mean()), int(waiting.max()))
 
 
 def busy_shares(record: RunRecord) -> npt.NDArray[np.float64] | None:
-    """One an instance."""
+    """One per instance."""
     span_us = span_of(record)
     return np.array(record.busy_us) / span_us if span_us and record.busy_us else None
 

@@ -1,7 +1,7 @@
-"""What `baton sim run` prints: a report as tables.
+"""Tables of a report, as `baton sim run` prints them.
 
-Owns the look. A cell is the median of the seeds, and beside it the least and the most where they differ; "–" stands for what
-was not seen. One policy gets its latencies with a column a percentile; several get one table with a column a policy.
+Owns the format. A cell is the median of the seeds, with the least and the most if they differ; "–" stands for no value. One
+policy gets a table of latencies with a column per percentile; several get one table with a column per policy.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class RoleRow:
 
 
 def _part(part: Callable[[RunSummary], T | None], value: Callable[[T], float]) -> Value:
-    """Absent where the part of the summary is."""
+    """A value of a part of the summary; None if the part is None."""
 
     def found(run: RunSummary) -> float | None:
         seen = part(run)
@@ -93,7 +93,7 @@ COUNTS = (
     RunRow("never ended", lambda run: run.counts.unfinished, "{:,.0f}"),
 )
 USUAL_COUNTS = 2
-"""Of `COUNTS`, those that are shown even when zero."""
+"""The first rows of `COUNTS`, shown even when zero."""
 
 RATES = (
     RunRow("goodput, requests/s", lambda run: run.rates.good_per_s, "{:,.2f}"),
@@ -132,7 +132,7 @@ HANDOVERS = (
     RunRow("of it transfer s, mean", _part(lambda run: run.transfer_s, lambda values: values.mean), "{:,.4f}"),
     RunRow("of it transfer s, p90", _part(lambda run: run.transfer_s, lambda values: values.p90), "{:,.4f}"),
 )
-"""Shown where there are any."""
+"""Shown if a run has roles."""
 
 PACE = (
     RunRow("span s", lambda run: run.span_s, "{:,.1f}"),
@@ -199,7 +199,7 @@ def _policy_table(report: SimReport) -> Table:
 
 
 def _role_table(label: str, runs: Sequence[RunSummary]) -> Table:
-    """A column a role."""
+    """One column per role."""
     roles = list(dict.fromkeys(role.role for run in runs for role in run.roles))
     table = Table(title=label or None, title_justify="left")
     table.add_column("by role")

@@ -1,6 +1,6 @@
-"""What goes wrong in worlds with a router, beyond `chaos`: its own crashes and pauses, drains, old lives, forged frames.
+"""Injects faults of worlds with a router, beyond `fault_injector`: its crashes and pauses, drains, old lives, forged frames.
 
-Owns when something happens to whom. What happens is done by the gate, the seats and the strangers themselves.
+Owns when a fault hits which process. The hosts and `zombies` carry it out.
 """
 
 from __future__ import annotations
@@ -21,34 +21,40 @@ from baton.wire.instance_sessions import InstanceSessions, SessionEffects
 
 BY_MEMBER_SHARE = 0.3
 BY_ROUTER_SHARE = 0.5
-"""Of drains: ordered at the router; the others are told to stop by their own operator."""
+"""Share of drains ordered at the router; the others are ordered at the instance."""
 NOTICED_US = 1_000
-"""A machine says within so long that a process is gone."""
+"""Time within which a connection reset arrives after a crash."""
 
 
 class RouterFaults:
     def __init__(
-        self, world: World, lines: Lines, gate: RouterHost, seats: Sequence[InstanceHost], rates: FaultRates, span_us: int
+        self,
+        world: World,
+        lines: Lines,
+        router_host: RouterHost,
+        nodes: Sequence[InstanceHost],
+        rates: FaultRates,
+        span_us: int,
     ) -> None:
         self._world = world
         self._lines = lines
-        self._gate = gate
-        self._seats = seats
+        self._router_host = router_host
+        self._nodes = nodes
         self._rates = rates
         self._span_us = span_us
         self._over = False
         self._old_lives: list[ZombieInstance] = []
         self._resets = world.stream("upheaval resets")
         self._downs = world.stream("upheaval downs")
-        for seat in seats:
-            seat.when_told = self._told
-            seat.when_cut_off = self._cut_off
+        for node in nodes:
+            node.when_told = self._told
+            node.when_cut_off = self._cut_off
 
     def unleash(self) -> None:
         rates = self._rates
         kinds: tuple[tuple[str, int, Callable[[random.Random, InstanceHost], None]], ...] = (
-            ("router-crash", rates.router_crashes, self._crash_gate),
-            ("router-pause", rates.router_pauses, self._pause_gate),
+            ("router-crash", rates.router_crashes, self._crash_router),
+            ("router-pause", rates.router_pauses, self._pause_router),
             ("old-life", rates.old_lives, self._old_life),
             ("drain", rates.drains, self._drain),
             ("engine-stall", rates.engine_stalls, self._stall),
@@ -57,144 +63,144 @@ class RouterFaults:
         for kind, times, begin in kinds:
             for time in range(times):
                 stream = self._world.stream(f"upheaval {kind} {time}")
-                self._world.at(stream.randrange(self._span_us), begin, stream, stream.choice(self._seats))
+                self._world.at(stream.randrange(self._span_us), begin, stream, stream.choice(self._nodes))
 
     def boot(self) -> None:
-        """All instances, less one that comes when the others are at work."""
-        late = self._seats[-1] if self._rates.late_joins and len(self._seats) > 1 else None
-        for seat in self._seats:
-            if seat is late:
+        """Start all instances; one of them may start later, under load."""
+        late = self._nodes[-1] if self._rates.late_joins and len(self._nodes) > 1 else None
+        for node in self._nodes:
+            if node is late:
                 stream = self._world.stream("upheaval late-join")
-                self._world.at(stream.randrange(self._span_us // 2), self._join_late, seat)
+                self._world.at(stream.randrange(self._span_us // 2), self._join_late, node)
             else:
-                seat.boot()
+                node.boot()
 
-    def relays(self) -> list[InstanceSessions]:
-        return [old.relay for old in self._old_lives]
+    def instance_sessions(self) -> list[InstanceSessions]:
+        return [old.sessions for old in self._old_lives]
 
     def heal(self) -> None:
         self._over = True
         for old in self._old_lives:
             old.stop()
-        if self._gate.host.paused:
-            self._wake_gate()
-        self._gate.boot_if_down()
+        if self._router_host.host.paused:
+            self._wake_router()
+        self._router_host.boot_if_down()
 
     # ── instances ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _join_late(self, seat: InstanceHost) -> None:
-        if seat.instance is None and not self._over:
-            self._world.fire(Fault.LATE_JOIN, seat.name)
-            seat.boot()
+    def _join_late(self, node: InstanceHost) -> None:
+        if node.instance is None and not self._over:
+            self._world.fire(Fault.LATE_JOIN, node.name)
+            node.boot()
 
-    def _told(self, seat: InstanceHost, out: SessionEffects) -> None:
+    def _told(self, node: InstanceHost, out: SessionEffects) -> None:
         if out.fenced is not None:
-            raise LawBroken(FENCED, f"{seat.name} was fenced, and no later life of it has ever been: {out.fenced}")
+            raise LawBroken(FENCED, f"{node.name} was fenced, and no later life of it has ever been: {out.fenced}")
         if out.drain:
-            self._world.fire(Fault.DRAINED, seat.name)
-            seat.restart_when_idle(self._downs.randrange(1_000, 200_000))
+            self._world.fire(Fault.DRAINED, node.name)
+            node.restart_when_idle(self._downs.randrange(1_000, 200_000))
 
-    def _drain(self, stream: random.Random, seat: InstanceHost) -> None:
-        if self._over or seat.member is None or not seat.member.serves or seat.member.drains:
+    def _drain(self, stream: random.Random, node: InstanceHost) -> None:
+        if self._over or node.front_end is None or not node.front_end.serves or node.front_end.drains:
             return
         if stream.random() < BY_ROUTER_SHARE:
-            self._gate.host.run(self._gate.drain, seat.name)
-        elif not seat.host.paused:
-            self._world.fire(Fault.LEFT, seat.name)
-            seat.leave()
-            seat.restart_when_idle(stream.randrange(1_000, 200_000))
+            self._router_host.host.run(self._router_host.drain, node.name)
+        elif not node.host.paused:
+            self._world.fire(Fault.LEFT, node.name)
+            node.leave()
+            node.restart_when_idle(stream.randrange(1_000, 200_000))
 
-    def _stall(self, stream: random.Random, seat: InstanceHost) -> None:
-        if self._over or seat.host.paused or seat.instance is None or seat.member is None:
+    def _stall(self, stream: random.Random, node: InstanceHost) -> None:
+        if self._over or node.host.paused or node.instance is None or node.front_end is None:
             return
-        self._world.fire(Fault.ENGINE_STALL, seat.name)
-        seat.stall()
-        self._world.after(log_uniform_us(stream, 20_000, 1_800_000), self._wake, seat, seat.host.lives)
+        self._world.fire(Fault.ENGINE_STALL, node.name)
+        node.stall()
+        self._world.after(log_uniform_us(stream, 20_000, 1_800_000), self._wake, node, node.host.lives)
 
-    def _wake(self, seat: InstanceHost, life: int) -> None:
-        if seat.host.paused and seat.host.lives == life:
-            seat.resume()
+    def _wake(self, node: InstanceHost, life: int) -> None:
+        if node.host.paused and node.host.lives == life:
+            node.resume()
 
-    def _cut_off(self, seat: InstanceHost, session: int | None) -> None:
-        """An instance is gone. Where its machine lives on, the router is told at once."""
+    def _cut_off(self, node: InstanceHost, session: int | None) -> None:
+        """An instance crashed. If its machine is up, the router gets a connection reset."""
         if not self._over and self._resets.random() < self._rates.resets and session is not None:
-            self._gate.host.after(self._resets.randrange(NOTICED_US), self._reset_door, seat.number, session)
+            self._router_host.host.after(self._resets.randrange(NOTICED_US), self._reset_connection, node.number, session)
 
-    def _reset_door(self, number: int, session: int) -> None:
-        door = self._gate.doors[number]
-        if door.session is not None and door.line.session == session:
+    def _reset_connection(self, number: int, session: int) -> None:
+        connection = self._router_host.connections[number]
+        if connection.session is not None and connection.line.session == session:
             self._world.fire(Fault.RESET, ROUTER)
-        door.line.reset(session, "connection reset")
+        connection.line.reset(session, "connection reset")
 
     # ── the router ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _crash_gate(self, stream: random.Random, _seat: InstanceHost) -> None:
-        if self._over or not self._gate.host.up:
+    def _crash_router(self, stream: random.Random, _node: InstanceHost) -> None:
+        if self._over or not self._router_host.host.up:
             return
         self._world.fire(Fault.ROUTER_CRASH, ROUTER)
         down_us = log_uniform_us(stream, 300, 600_000)
         tells = stream.random() < self._rates.resets
-        for seat in self._seats:
-            seat.trouble(down_us, of_router=True)
-            if tells and seat.member is not None and seat.line is not None:
-                session = seat.line.session
-                seat.front.after(stream.randrange(NOTICED_US), seat.line.reset, session, "connection reset")
-        self._gate.crash()
-        self._world.after(down_us, self._gate.boot_if_down)
+        for node in self._nodes:
+            node.trouble(down_us, of_router=True)
+            if tells and node.front_end is not None and node.line is not None:
+                session = node.line.session
+                node.front.after(stream.randrange(NOTICED_US), node.line.reset, session, "connection reset")
+        self._router_host.crash()
+        self._world.after(down_us, self._router_host.boot_if_down)
 
-    def _pause_gate(self, stream: random.Random, _seat: InstanceHost) -> None:
-        if self._over or self._gate.host.paused or not self._gate.host.up:
+    def _pause_router(self, stream: random.Random, _node: InstanceHost) -> None:
+        if self._over or self._router_host.host.paused or not self._router_host.host.up:
             return
         self._world.fire(Fault.ROUTER_PAUSE, ROUTER)
-        self._gate.host.pause()
+        self._router_host.host.pause()
         lasts_us = stream.randrange(10_000, 1_300_000)
-        for seat in self._seats:
-            seat.trouble(lasts_us, of_router=True)
-        self._world.after(lasts_us, self._wake_gate)
+        for node in self._nodes:
+            node.trouble(lasts_us, of_router=True)
+        self._world.after(lasts_us, self._wake_router)
 
-    def _wake_gate(self) -> None:
-        if self._gate.host.paused:
-            for seat in self._seats:
-                seat.trouble(of_router=True)
-            self._gate.wake()
+    def _wake_router(self) -> None:
+        if self._router_host.host.paused:
+            for node in self._nodes:
+                node.trouble(of_router=True)
+            self._router_host.wake()
 
-    # ── strangers ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── old lives and forged frames ──────────────────────────────────────────────────────────────────────────────────────
 
-    def _old_life(self, stream: random.Random, seat: InstanceHost) -> None:
-        """While the present life is a member, or there is no router: then it may be the first that the next one meets."""
-        join = self._join_of(seat)
-        known = seat.member is not None and seat.member.serves
-        if self._over or join is None or (self._gate.host.up and not known):
+    def _old_life(self, stream: random.Random, node: InstanceHost) -> None:
+        """Start an old life while the present one is a member, or while the router is down, so that it may join first."""
+        join = self._join_of(node)
+        known = node.front_end is not None and node.front_end.serves
+        if self._over or join is None or (self._router_host.host.up and not known):
             return
-        number = len(self._seats) + len(self._old_lives)
-        old = ZombieInstance(self._world, self._lines, self._gate, _before(join, stream.random() < 0.5), number)
+        number = len(self._nodes) + len(self._old_lives)
+        old = ZombieInstance(self._world, self._lines, self._router_host, _before(join, stream.random() < 0.5), number)
         self._old_lives.append(old)
         old.come_back()
 
-    def _forge(self, stream: random.Random, seat: InstanceHost) -> None:
-        join, door = self._join_of(seat), self._gate.doors[seat.number]
-        if self._over or join is None or seat.member is None or not seat.member.serves or door.session is None:
+    def _forge(self, stream: random.Random, node: InstanceHost) -> None:
+        join, connection = self._join_of(node), self._router_host.connections[node.number]
+        if self._over or join is None or node.front_end is None or not node.front_end.serves or connection.session is None:
             return
         if stream.random() < BY_MEMBER_SHARE:
-            seat.trouble()
-            self._gate.host.run(self._forge_as_member, stream, seat)
+            node.trouble()
+            self._router_host.host.run(self._forge_as_member, stream, node)
         else:
-            self._gate.host.run(self._forge_as_stranger, seat.name, forged(stream, join))
+            self._router_host.host.run(self._forge_as_stranger, node.name, forged(stream, join))
 
-    def _forge_as_member(self, stream: random.Random, seat: InstanceHost) -> None:
-        door = self._gate.doors[seat.number]
-        if door.session is not None and self._gate.knows(seat.name):
-            self._world.fire(Fault.FORGED_BY_MEMBER, seat.name)
-            self._gate.forged_by_member(door, forged_by_a_member(stream))
+    def _forge_as_member(self, stream: random.Random, node: InstanceHost) -> None:
+        connection = self._router_host.connections[node.number]
+        if connection.session is not None and self._router_host.knows(node.name):
+            self._world.fire(Fault.FORGED_BY_MEMBER, node.name)
+            self._router_host.forged_by_member(connection, forged_by_a_member(stream))
 
     def _forge_as_stranger(self, name: str, frames: list[bytes]) -> None:
-        if self._gate.knows(name):
+        if self._router_host.knows(name):
             self._world.fire(Fault.FORGED, ROUTER)
-            self._gate.strangers(frames)
+            self._router_host.strangers(frames)
 
-    def _join_of(self, seat: InstanceHost) -> Join | None:
-        life = seat.instance
-        return None if life is None or life.worker is None else join_of(life, seat.role)
+    def _join_of(self, node: InstanceHost) -> Join | None:
+        life = node.instance
+        return None if life is None or life.worker is None else join_of(life, node.role)
 
 
 def _before(join: Join, draining: bool) -> Join:

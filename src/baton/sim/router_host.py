@@ -1,8 +1,8 @@
-"""The router's host: the production RouterSessions and Router, behind one line for each instance, in front of all clients.
+"""The host of a simulated router: the production RouterSessions and Router, with one line per instance, serving all clients.
 
-Owns the lives of the router and who waits for which body. A life begins with nothing: what its predecessor knew is gone,
-less what instances have kept of it. Clients are on machines of their own: they notice a crash at once, and may come back for
-what they were in the middle of. It carries out what the switch says; all decisions are the production objects'.
+Owns the lives of the router and the client of each request. A life begins without state, except for requests that instances
+have kept and report. Clients are on other machines: they notice a crash at once, and may come back to resume an answer. This
+class carries out the acts of RouterSessions; all decisions are the production objects'.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from baton.wire.router_messages import FromRouter, decode_from_instance, encode_
 from baton.wire.router_sessions import Act, CloseConnection, RouterSessions, SayToInstance
 
 TOLD = (TimelineStage.PLACED, TimelineStage.PREEMPTED, TimelineStage.MOVED, TimelineStage.ENDED)
-"""What the story says of a choice; the rest is in what its instance and its client do."""
+"""Stages of a choice that are noted in the story; the others are noted by its instance and its client."""
 OUTBOX_MAX = 2_000
-"""Messages that wait for room on one line; an instance that takes none is given up before there are so many."""
+"""Bound on messages waiting for room on one line; a session is given up before it is reached."""
 
 
 class RequestListener(Protocol):
-    """Who asked for a body, and hears of it. Each choice is named by its place."""
+    """Made a request and gets its events. `place` is the index of a choice."""
 
     def opened(self) -> None: ...
 
@@ -56,54 +56,54 @@ class RequestListener(Protocol):
     ) -> None: ...
 
     def placed(self, where: str) -> None:
-        """The instance to which one choice goes now."""
+        """One choice was placed at this instance."""
 
     def gone(self) -> None:
-        """The router is gone, and the connection with it."""
+        """The router crashed, and the connection broke."""
 
 
 @dataclass(slots=True)
 class UnclaimedAnswer:
-    """An orphaned body, as it is known by now."""
+    """A request kept by an instance after a router crash, with the tokens known so far."""
 
-    body: RequestNumber
+    number: RequestNumber
     origin: bytes
     tokens: list[list[int] | None]
-    """By choice; None: nothing is known of it."""
+    """By choice; None: nothing is known of the choice."""
     cached: list[int | None]
     outcomes: list[ChoiceOutcome | None]
 
 
 class RouterRequest:
-    """A body, as its client holds it: of one life of the router, and of no use after that."""
+    """A request, for its client. It belongs to one life of the router and has no effect after that."""
 
-    def __init__(self, gate: RouterHost, asker: RequestListener) -> None:
-        self.body: RequestNumber | None = None
-        """None until the router has looked at it."""
-        self.asker = asker
+    def __init__(self, router_host: RouterHost, listener: RequestListener) -> None:
+        self.number: RequestNumber | None = None
+        """None until the router has taken it."""
+        self.listener = listener
         self.is_early = True
-        """No instance has accepted it yet."""
+        """Whether no instance has accepted it yet."""
         self.is_there = True
-        """Whether the client still listens; the router may not know yet that it does not."""
-        self._gate = gate
-        self._life = gate.host.lives
+        """Whether the client is still connected."""
+        self._router_host = router_host
+        self._life = router_host.host.lives
 
     @property
     def where(self) -> str:
-        return f"the router, as body {self.body}"
+        return f"the router, as body {self.number}"
 
     def leave(self) -> bool:
-        """The client is gone. Answers whether it hears nothing any more."""
+        """Cancel: the client is gone. Returns True: it gets no further events."""
         self.is_there = False
-        self._run(self._gate.leave, self)
+        self._run(self._router_host.leave, self)
         return True
 
     def stop(self, place: int, keep: int) -> None:
-        self._run(self._gate.cut, self, place, keep)
+        self._run(self._router_host.cut, self, place, keep)
 
     def _run(self, act: Callable[..., None], *arguments: object) -> None:
-        if self._life == self._gate.host.lives:
-            self._gate.host.run(act, *arguments)
+        if self._life == self._router_host.host.lives:
+            self._router_host.host.run(act, *arguments)
 
 
 class RouterHost:
@@ -112,34 +112,34 @@ class RouterHost:
         world: World,
         lines: Lines,
         config: RouterConfig,
-        doors: int,
+        line_count: int,
         secret: bytes,
-        book: RouterWatcher | None = None,
+        watcher: RouterWatcher | None = None,
         seed: int = 0,
     ) -> None:
-        """`doors`: how many instances, and whoever else, may have a line to it."""
+        """`line_count`: the number of lines to it: instances and old lives."""
         self.host = Host(world, ROUTER)
         self.config = config
-        self.book = RouterWatcher() if book is None else book
+        self.watcher = RouterWatcher() if watcher is None else watcher
         self._secret = secret
         self._seed = seed
-        self.switch: RouterSessions
+        self.sessions: RouterSessions
         self.lines: list[LineEndpoint] = []
         """Of all lives."""
-        self.former: list[RouterSessions] = []
+        self.former_sessions: list[RouterSessions] = []
         self.found: dict[bytes, UnclaimedAnswer] = {}
-        """Orphans that nobody has come for, by their origin."""
-        self.doors: list[RouterLine] = []
+        """Unclaimed requests, by their origin."""
+        self.connections: list[RouterLine] = []
         self.kept: dict[tuple[bytes, int], set[int]] = {}
-        """By origin and the moment of a crash: which instances were at work on a body."""
+        """By origin and time of a crash: the instances that were computing the request."""
         self.disturbed_us = 0
-        """When the router last crashed or was woken up."""
+        """When the router last crashed or was resumed."""
         self._lines = lines
-        self._doors = doors
+        self._line_count = line_count
         self._unseen: list[RouterRequest] = []
-        """What came while the router slept."""
-        self._passages: dict[RequestNumber, RouterRequest] = {}
-        self._orphans: dict[RequestNumber, UnclaimedAnswer] = {}
+        """Requests that the router has not taken yet, because it is paused."""
+        self._requests: dict[RequestNumber, RouterRequest] = {}
+        self._unclaimed: dict[RequestNumber, UnclaimedAnswer] = {}
         self._by_session: dict[Session, RouterLine] = {}
         self._acts: deque[Act] = deque()
         self._acting = False
@@ -154,102 +154,102 @@ class RouterHost:
             self._begin()
 
     def _begin(self) -> None:
-        self.switch = RouterSessions(Router(self.config, self._secret, self._seed + self.host.lives), ROUTER)
-        self.book.begin(self.host.world.now_us)
+        self.sessions = RouterSessions(Router(self.config, self._secret, self._seed + self.host.lives), ROUTER)
+        self.watcher.begin(self.host.world.now_us)
         self._alarm = Alarm(self.host, self._tick)
-        self.doors = [RouterLine(self, number, self._lines) for number in range(self._doors)]
-        self.lines += [door.line for door in self.doors]
+        self.connections = [RouterLine(self, number, self._lines) for number in range(self._line_count)]
+        self.lines += [connection.line for connection in self.connections]
         self._note(f"starts life {self.host.lives + 1}")
 
     def crash(self) -> None:
         if not self.host.up:
             return
-        self.book.died()
+        self.watcher.died()
         now_us = self.host.world.now_us
-        if not self.host.paused:  # else it has slept over what became of them
-            self.kept.update({(origin, now_us): instances for origin, instances in self.book.kept.items()})
+        if not self.host.paused:  # else it has missed what became of them during the pause
+            self.kept.update({(origin, now_us): instances for origin, instances in self.watcher.kept.items()})
         self.disturbed_us = now_us
-        self.former.append(self.switch)
+        self.former_sessions.append(self.sessions)
         self.host.resume()
         self.host.crash()
         self._note("is down")
-        passages = [*self._passages.values(), *self._unseen]
-        self._passages.clear()
+        requests = [*self._requests.values(), *self._unseen]
+        self._requests.clear()
         self._unseen.clear()
         self._acts.clear()
-        self._orphans.clear()
+        self._unclaimed.clear()
         self.found.clear()
         self._by_session.clear()
-        for passage in passages:
-            if passage.is_there:
-                passage.asker.gone()
+        for request in requests:
+            if request.is_there:
+                request.listener.gone()
 
     # ── clients ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def submit(self, group: Sequence[Submission], asker: RequestListener) -> RouterRequest | None:
-        """None where there is no router; else it is looked at now, or when the router wakes up."""
+    def submit(self, group: Sequence[Submission], listener: RequestListener) -> RouterRequest | None:
+        """None if the router is down; else it is taken now, or when the router is resumed."""
         if not self.host.up:
             return None
-        passage = RouterRequest(self, asker)
-        self._unseen.append(passage)
-        self.host.run(self._submit, passage, group)
-        return passage
+        request = RouterRequest(self, listener)
+        self._unseen.append(request)
+        self.host.run(self._submit, request, group)
+        return request
 
     def serving(self) -> dict[int, bool]:
-        """As far as a client can know."""
+        """Empty: clients of a router do not know the instances."""
         return {}
 
-    def _submit(self, passage: RouterRequest, group: Sequence[Submission]) -> None:
+    def _submit(self, request: RouterRequest, group: Sequence[Submission]) -> None:
         origin = group[0].request_id.encode()
-        self._unseen.remove(passage)
-        body, acts = self.switch.submit(group[0].salt.decode(), group, origin, self.host.world.now_us)
-        passage.body = body
-        self._passages[body] = passage
-        self.book.asked(body, group, origin, self.host.world.now_us)
+        self._unseen.remove(request)
+        number, acts = self.sessions.submit(group[0].salt.decode(), group, origin, self.host.world.now_us)
+        request.number = number
+        self._requests[number] = request
+        self.watcher.asked(number, group, origin, self.host.world.now_us)
         self._carry_out(acts)
 
-    def leave(self, passage: RouterRequest) -> None:
-        if passage.body is not None and self._passages.pop(passage.body, None) is not None:
-            self.book.left(passage.body)
-            self._carry_out(self.switch.leave(passage.body, self.host.world.now_us))
+    def leave(self, request: RouterRequest) -> None:
+        if request.number is not None and self._requests.pop(request.number, None) is not None:
+            self.watcher.left(request.number)
+            self._carry_out(self.sessions.leave(request.number, self.host.world.now_us))
 
-    def cut(self, passage: RouterRequest, place: int, keep: int) -> None:
-        if passage.body is not None and passage.body in self._passages:
-            self.book.cut(passage.body, place)
-            self._carry_out(self.switch.stop_choice(passage.body, place, keep, self.host.world.now_us))
+    def cut(self, request: RouterRequest, place: int, keep: int) -> None:
+        if request.number is not None and request.number in self._requests:
+            self.watcher.cut(request.number, place)
+            self._carry_out(self.sessions.stop_choice(request.number, place, keep, self.host.world.now_us))
 
-    def claim(self, group: Sequence[Submission], asker: RequestListener) -> tuple[RouterRequest, UnclaimedAnswer] | None:
-        """A client comes for what it was in the middle of when an earlier router was lost. None: not known here (yet).
+    def claim(self, group: Sequence[Submission], listener: RequestListener) -> tuple[RouterRequest, UnclaimedAnswer] | None:
+        """Resume a request whose router crashed. None: no instance has reported it (yet).
 
-        What was asked for is in the origin, so that choices which no instance has kept can begin anew.
+        The client sends the group again, so that choices which no instance has kept can start anew.
         """
         origin = group[0].request_id.encode()
         found = self.found.pop(origin, None) if self.host.up and not self.host.paused else None
         if found is None:
             return None
-        passage = RouterRequest(self, asker)
-        passage.body, passage.is_early = found.body, False
-        self._passages[found.body] = passage
-        self.book.claimed(found.body)
-        self._acts.extend(self.switch.claim(found.body, self.host.world.now_us, group))
+        request = RouterRequest(self, listener)
+        request.number, request.is_early = found.number, False
+        self._requests[found.number] = request
+        self.watcher.claimed(found.number)
+        self._acts.extend(self.sessions.claim(found.number, self.host.world.now_us, group))
         self.host.after(0, self._drain)
-        return passage, found
+        return request, found
 
     # ── instances ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def connected(self, door: RouterLine) -> Session:
-        session = self.switch.connected(self.host.world.now_us)
-        self._by_session[session] = door
-        self.book.connected(session, door.number)
+    def connected(self, connection: RouterLine) -> Session:
+        session = self.sessions.connected(self.host.world.now_us)
+        self._by_session[session] = connection
+        self.watcher.connected(session, connection.number)
         return session
 
     def heard(self, session: Session, frame: bytes) -> None:
-        """A frame of an instance, or of whoever has the key of the cluster."""
+        """A frame arrived from an instance, or from another process with the key of the cluster."""
         now_us = self.host.world.now_us
         try:
             message = decode_from_instance(frame)
-            self.book.heard(session, message, now_us)
-            acts = self.switch.receive(session, message, now_us)
+            self.watcher.heard(session, message, now_us)
+            acts = self.sessions.receive(session, message, now_us)
         except WireError as error:
             self._shut(session, str(error))
             self.lost(session, str(error))
@@ -258,68 +258,68 @@ class RouterHost:
 
     def lost(self, session: Session, reason: str) -> None:
         self._by_session.pop(session, None)
-        self.book.lost(session)
-        self._carry_out(self.switch.lost(session, reason, self.host.world.now_us))
+        self.watcher.lost(session)
+        self._carry_out(self.sessions.lost(session, reason, self.host.world.now_us))
 
-    def forged_by_member(self, door: RouterLine, frame: bytes) -> None:
-        """A frame of a member that no member says: it is hung up on, and may join again."""
-        session = door.session
+    def forged_by_member(self, connection: RouterLine, frame: bytes) -> None:
+        """A member sends a forged frame: it must be disconnected, and may join again."""
+        session = connection.session
         if session is not None:
             self.heard(session, frame)
-            # Tokens of a request that the instance had before this session are not told from those of none.
+            # Tokens of an unknown request are accepted: the instance may have had it before this session.
             if session in self._by_session and b"step" not in frame:
-                raise LawBroken(STRANGERS, f"instance {door.number} said {frame[:60]!r}, and is still listened to")
+                raise LawBroken(STRANGERS, f"instance {connection.number} said {frame[:60]!r}, and is still listened to")
 
     def strangers(self, frames: list[bytes]) -> None:
-        """Somebody connects, says this, and hangs up."""
+        """A process that is no member connects, sends these frames, and disconnects; the members must not change."""
         before = self._lives()
-        session = self.switch.connected(self.host.world.now_us)
+        session = self.sessions.connected(self.host.world.now_us)
         for frame in frames:
             try:
-                acts = self.switch.receive(session, decode_from_instance(frame), self.host.world.now_us)
+                acts = self.sessions.receive(session, decode_from_instance(frame), self.host.world.now_us)
             except WireError as error:
-                acts = self.switch.lost(session, str(error), self.host.world.now_us)
+                acts = self.sessions.lost(session, str(error), self.host.world.now_us)
             self._carry_out(acts)
-        self._carry_out(self.switch.lost(session, "it is gone", self.host.world.now_us))
+        self._carry_out(self.sessions.lost(session, "it is gone", self.host.world.now_us))
         if self._lives() != before:
             raise LawBroken(STRANGERS, f"{before} were members, and after {frames[:3]} it was {self._lives()}")
 
     def _lives(self) -> list[tuple[str, int]]:
-        return [(view.facts.name, view.facts.incarnation) for view in self.switch.router.views()]
+        return [(view.facts.name, view.facts.incarnation) for view in self.sessions.router.views()]
 
     def knows(self, name: str) -> bool:
         return any(name == known for known, _ in self._lives())
 
     def wake(self) -> None:
         self.disturbed_us = self.host.world.now_us
-        self.book.woke(self.host.world.now_us)
+        self.watcher.woke(self.host.world.now_us)
         self.host.resume()
-        self._tick()  # before anything that came meanwhile is read
+        self._tick()  # before messages that arrived during the pause are read
 
     def drain(self, name: str) -> None:
-        """As `baton drain` orders it."""
-        self._carry_out(self.switch.drain(name, self.host.world.now_us))
+        """Drain an instance, as `baton drain` does."""
+        self._carry_out(self.sessions.drain(name, self.host.world.now_us))
 
-    # ── what the router believes ─────────────────────────────────────────────────────────────────────────────────────────
+    # ── RouterView ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def open_at(self) -> dict[Session, int]:
-        fleet = self.switch.router.fleet
+        fleet = self.sessions.router.fleet
         return {session: len(member.choices) for session, member in fleet.members.items()}
 
     def holders(self, key: bytes) -> tuple[Session, ...]:
-        return self.switch.router.holders(key)
+        return self.sessions.router.holders(key)
 
-    # ── the switch ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── acts of RouterSessions ───────────────────────────────────────────────────────────────────────────────────────────
 
     def _tick(self) -> None:
-        deadline = self.switch.next_deadline()
+        deadline = self.sessions.next_deadline()
         if deadline is not None and deadline <= self.host.world.now_us:
-            self._carry_out(self.switch.tick(self.host.world.now_us))
+            self._carry_out(self.sessions.tick(self.host.world.now_us))
         else:
             self._alarm.set(deadline)
 
     def _carry_out(self, acts: Sequence[Act]) -> None:
-        """In order. What clients do about what they hear comes after everything that was to be done already."""
+        """Carry out in order. Acts caused by clients' reactions come after those already queued."""
         self._acts.extend(acts)
         self._drain()
 
@@ -332,56 +332,56 @@ class RouterHost:
                 self._act(self._acts.popleft())
         finally:
             self._acting = False
-        self._alarm.set(self.switch.next_deadline())
-        self.book.looked(self, self.host.world.now_us)
+        self._alarm.set(self.sessions.next_deadline())
+        self.watcher.looked(self, self.host.world.now_us)
 
     def _act(self, act: Act) -> None:
-        self.book.acted(act, self.host.world.now_us)
+        self.watcher.acted(act, self.host.world.now_us)
         match act:
-            case DeliverTokens(body, choice, tokens, _, cached, outcome):  # by far the most
-                self._deliver(body, choice, tokens, cached, outcome)
+            case DeliverTokens(number, choice, tokens, _, cached, outcome):  # by far the most frequent
+                self._deliver(number, choice, tokens, cached, outcome)
             case SayToInstance(session, message):
                 if session in self._by_session:
                     self._by_session[session].say(message)
             case CloseConnection(session, reason):
                 self._shut(session, reason)
-            case RequestOpened(body):
-                if (passage := self._passages.get(body)) is not None and passage.is_there:
-                    passage.is_early = False
-                    passage.asker.opened()
-            case RequestDeclined(body, refusal):
-                if (passage := self._passages.pop(body, None)) is not None and passage.is_there:
-                    passage.asker.declined(refusal)
-            case UnclaimedFound(body, origin, delivered, _, cached, outcomes):
+            case RequestOpened(number):
+                if (request := self._requests.get(number)) is not None and request.is_there:
+                    request.is_early = False
+                    request.listener.opened()
+            case RequestDeclined(number, refusal):
+                if (request := self._requests.pop(number, None)) is not None and request.is_there:
+                    request.listener.declined(refusal)
+            case UnclaimedFound(number, origin, delivered, _, cached, outcomes):
                 tokens_known = [None if tokens is None else list(tokens) for tokens in delivered]
-                found = UnclaimedAnswer(body, origin, tokens_known, list(cached), list(outcomes))
-                self.found[origin] = self._orphans[body] = found
-            case UnclaimedDropped(body):
-                self.found.pop(self._orphans.pop(body).origin, None)
+                found = UnclaimedAnswer(number, origin, tokens_known, list(cached), list(outcomes))
+                self.found[origin] = self._unclaimed[number] = found
+            case UnclaimedDropped(number):
+                self.found.pop(self._unclaimed.pop(number).origin, None)
             case FleetChanged(name, incarnation, what, why):
                 self._note(f"sees {name}, life {incarnation}: {what}, {why}")
-            case TimelineNoted(body, choice, stage, where, _, why):
+            case TimelineNoted(number, choice, stage, where, _, why):
                 if stage in TOLD:
-                    self._note(f"body {body}.{choice} {stage.value} {where or ''} {why}")
-                if stage is TimelineStage.PLACED and (passage := self._passages.get(body)) is not None:
-                    passage.asker.placed(where or "")
+                    self._note(f"body {number}.{choice} {stage.value} {where or ''} {why}")
+                if stage is TimelineStage.PLACED and (request := self._requests.get(number)) is not None:
+                    request.listener.placed(where or "")
 
     def _deliver(
-        self, body: RequestNumber, choice: int, tokens: list[int], cached: int | None, outcome: ChoiceOutcome | None
+        self, number: RequestNumber, choice: int, tokens: list[int], cached: int | None, outcome: ChoiceOutcome | None
     ) -> None:
-        passage = self._passages.get(body)
-        if passage is not None and passage.is_there:
-            passage.asker.progress(choice, tokens, 0, len(tokens), cached, outcome)
-        elif (found := self._orphans.get(body)) is not None:
+        request = self._requests.get(number)
+        if request is not None and request.is_there:
+            request.listener.progress(choice, tokens, 0, len(tokens), cached, outcome)
+        elif (found := self._unclaimed.get(number)) is not None:
             known = found.tokens[choice]
             found.tokens[choice] = (known or []) + tokens
             found.cached[choice] = cached if found.cached[choice] is None else found.cached[choice]
             found.outcomes[choice] = outcome
 
     def _shut(self, session: Session, reason: str) -> None:
-        door = self._by_session.pop(session, None)
-        if door is not None:
-            door.close(reason)
+        connection = self._by_session.pop(session, None)
+        if connection is not None:
+            connection.close(reason)
 
     def _note(self, what: str) -> None:
         if self.host.world.keeps_notes:
@@ -391,13 +391,13 @@ class RouterHost:
 class RouterLine:
     """The router's end of one line."""
 
-    def __init__(self, gate: RouterHost, number: int, lines: Lines) -> None:
+    def __init__(self, router_host: RouterHost, number: int, lines: Lines) -> None:
         self.number = number
         self.session: Session | None = None
-        self._gate = gate
+        self._router_host = router_host
         self._outbox: deque[bytes] = deque()
         theirs, ours = line_names(number)
-        self.line = lines.acceptor(gate.host, ours, theirs, self)
+        self.line = lines.acceptor(router_host.host, ours, theirs, self)
 
     def say(self, message: FromRouter) -> None:
         self._outbox.append(encode_membership(message))
@@ -411,18 +411,18 @@ class RouterLine:
         self.line.close(reason)
 
     def opened(self) -> None:
-        self.session = self._gate.connected(self)
+        self.session = self._router_host.connected(self)
 
     def lost(self, reason: str) -> None:
         session, self.session = self.session, None
         self._outbox.clear()
         if session is not None:
-            self._gate.lost(session, reason)
+            self._router_host.lost(session, reason)
 
     def took(self, frames: list[bytes]) -> None:
         for frame in frames:
-            if self.session is not None:  # else it was closed because of a frame before
-                self._gate.heard(self.session, frame)
+            if self.session is not None:  # else an earlier frame closed it
+                self._router_host.heard(self.session, frame)
         self._post()
 
     def _post(self) -> None:

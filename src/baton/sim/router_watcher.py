@@ -1,4 +1,4 @@
-"""What a watcher of a simulated router is told, whether it checks anything or not."""
+"""The interface of watchers of a simulated router; the base class checks nothing."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from baton.wire.router_sessions import Act
 
 
 class RouterView(Protocol):
-    """What the router itself believes."""
+    """State of the router that a watcher may compare with its own record."""
 
     def open_at(self) -> dict[Session, int]:
-        """How many choices are open at each member."""
+        """Number of open choices at each member."""
 
     def holders(self, key: bytes) -> tuple[Session, ...]:
-        """Who has this prefix cached."""
+        """Sessions of the members that have this prefix cached."""
 
 
 class RouterWatcher:
-    """Is told of everything that a router hears and does: where laws are checked. This one checks nothing."""
+    """Called for every message, act and crash of a router. This one checks nothing."""
 
     kept: dict[bytes, set[int]]
-    """By origin: which instances are at work on a body."""
+    """By origin: the instances that were computing a request when the router crashed."""
 
     def __init__(self) -> None:
         self.kept = {}
 
     def members(self) -> dict[int, set[bytes]]:
-        """What each instance has said that it has cached."""
+        """By instance: the prefix keys that it has reported as cached."""
         return {}
 
     def begin(self, now_us: int) -> None:
         """A life of the router begins."""
 
     def died(self) -> None:
-        """It is over."""
+        """The router crashed."""
 
     def woke(self, now_us: int) -> None: ...
 
@@ -49,16 +49,16 @@ class RouterWatcher:
 
     def heard(self, number: Session, message: FromInstance, now_us: int) -> None: ...
 
-    def asked(self, body: RequestNumber, group: Sequence[Submission], origin: bytes, now_us: int) -> None: ...
+    def asked(self, number: RequestNumber, group: Sequence[Submission], origin: bytes, now_us: int) -> None: ...
 
-    def left(self, body: RequestNumber) -> None: ...
+    def left(self, number: RequestNumber) -> None: ...
 
-    def cut(self, body: RequestNumber, choice: int) -> None: ...
+    def cut(self, number: RequestNumber, choice: int) -> None: ...
 
-    def claimed(self, body: RequestNumber) -> None: ...
+    def claimed(self, number: RequestNumber) -> None: ...
 
     def acted(self, act: Act, now_us: int) -> None:
-        """The router is about to do this."""
+        """Called before each act of the router."""
 
     def looked(self, view: RouterView, now_us: int) -> None:
-        """Everything that was to be done is done."""
+        """Called when all acts of an event have been carried out."""

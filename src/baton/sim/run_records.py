@@ -1,4 +1,4 @@
-"""What a simulated run leaves behind: values that reports, plots and timelines are made of."""
+"""Records of a simulated run, from which reports, plots and timelines are made."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import NamedTuple
 
 
 class RequestOutcome(StrEnum):
-    """How a request ended for its client."""
+    """The end of a request as its client sees it."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
-    """Scheduler and executor disagreed about it; may be tried again."""
+    """Scheduler and executor disagreed about it; may be retried."""
     REFUSED = "refused"
     LOST = "lost"
-    """Its instance is gone; may be tried again."""
+    """Its instance was lost; may be retried."""
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class RequestRecord:
     input_tokens: int
     instance: int | None = None
     first_us: int | None = None
-    """When the first token reached the client."""
+    """Time at which the first token reached the client."""
     ended_us: int | None = None
     output_tokens: int = 0
     cached_tokens: int = 0
@@ -38,10 +38,10 @@ class RequestRecord:
     queue_us: int = 0
     prefill_us: int = 0
     transfer_us: int = 0
-    """Of a prefill done elsewhere: from the ask to the adoption, less what it waited and computed there."""
+    """Of a prefill by a peer: from the ask to the adoption, less queueing and computing there."""
     decode_us: int = 0
     attempts: int = 0
-    """How often a peer was asked to prefill it."""
+    """Number of times a peer was asked to prefill it."""
     outcome: RequestOutcome | None = None
 
     @property
@@ -67,10 +67,10 @@ class InstanceSample(NamedTuple):
     evictable_blocks: int
     running_blocks: int
     preemptions: int
-    """Since its start."""
+    """Number since the instance started."""
     reserve_ratio: float
     leased_blocks: int = 0
-    """Granted to a peer's prefill, be its KV arriving or not."""
+    """Blocks leased for a peer's prefill, whether its KV arrives yet or not."""
 
 
 class StepSpan(NamedTuple):
@@ -86,30 +86,30 @@ class StepSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HandoverTotals:
-    """What one instance did for or through its peers."""
+    """Hand-overs of one instance with its peers."""
 
     made: int
-    """Hand-overs that came to their end here; each counts at its giver and at its taker."""
+    """Hand-overs completed; each counts at its giver and at its taker."""
     refused: int
     failed: int
-    """Ended otherwise: not delivered, preempted, too late."""
+    """Not delivered, preempted or timed out."""
     bytes: int
-    """Of KV that left or came."""
+    """KV sent and received."""
     busy_us: int
-    """How long its link carried them."""
+    """Time in which its network cards moved KV."""
 
 
 @dataclass(slots=True)
 class PassMeter:
-    """CPU time of one instance's worker: of this machine and this run, nothing that the run depends on."""
+    """CPU time of one instance's worker on this machine; the run does not depend on it."""
 
     passes: int = 0
-    """That planned a step."""
+    """Passes that planned a step."""
     plan_ns: int = 0
-    """In those."""
+    """CPU time of those passes."""
     settle_ns: int = 0
     idle_passes: int = 0
-    """That planned nothing."""
+    """Passes that planned nothing."""
     idle_ns: int = 0
 
 
@@ -119,30 +119,30 @@ class RunRecord:
     seed: int
     instances: int
     pool_blocks: int
-    """Of each instance, unless `pools` says otherwise."""
+    """Blocks of each instance, unless `pools` is set."""
     block_size: int
     end_us: int = 0
     steps: int = 0
     steps_each: list[int] = field(default_factory=list)
     """By instance."""
     busy_us: list[int] = field(default_factory=list)
-    """How long each instance's device computed."""
+    """By instance: time in which its device computed."""
     roles: list[str] = field(default_factory=list)
-    """Of each instance; empty: all do everything."""
+    """By instance; empty: all are mixed."""
     pools: list[int] = field(default_factory=list)
     """Blocks of each instance; empty: all have `pool_blocks`."""
     handed: list[HandoverTotals] = field(default_factory=list)
-    """One an instance, where roles differ."""
+    """By instance; empty if all are mixed."""
     took_us: list[int] = field(default_factory=list)
-    """Of each hand-over, from the ask to the adoption."""
+    """Duration of each hand-over, from the ask to the adoption."""
     meters: list[PassMeter] = field(default_factory=list)
-    """One an instance, where passes were metered."""
-    journeys: list[RequestRecord] = field(default_factory=list)
-    looks: list[InstanceSample] = field(default_factory=list)
+    """By instance; empty if passes were not metered."""
+    requests: list[RequestRecord] = field(default_factory=list)
+    samples: list[InstanceSample] = field(default_factory=list)
     spans: list[StepSpan] = field(default_factory=list)
     spans_left_out: int = 0
     wall_s: float = 0.0
-    """How long the simulation itself took."""
+    """Real time of the simulation."""
 
     def pool_of(self, instance: int) -> int:
         return self.pools[instance] if self.pools else self.pool_blocks

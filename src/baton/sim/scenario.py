@@ -1,6 +1,6 @@
-"""What one fuzzed world is like: everything about it follows from a seed, less what a user (or the shrinker) leaves out.
+"""Scenarios of fuzzed worlds: drawn from a seed, less what a user or the shrinker leaves out.
 
-Owns the draw of a cluster, its load and its faults. `fuzzed_run` carries it out.
+Owns the draw of a cluster, its load and its faults. `fuzzed_run` runs it.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from baton.core.routing.config import RouterConfig, RoutingPolicy
 from baton.sim.client_requests import VOCABULARY, ClientRequest, draw_ask
 from baton.sim.faults import CLASSES, OF_COPIES, OF_STORAGE, FaultRates, draw_classes, draw_rates
 from baton.sim.faulty_transfers import KvTimes
-from baton.sim.instance_host import seat_name
+from baton.sim.instance_host import instance_name
 from baton.sim.storage_copies import CopyTimes
 from baton.sim.store import StoreTimes
 from baton.sim.world import stream_of
 from baton.wire.link import LinkConfig
 
 WITHOUT_ROUTER = (0, 1, 5)
-"""Seeds that end so have a world without a router."""
+"""Last digits of the seeds whose worlds have no router."""
 BUNCHED_SHARE = 0.7
 HOST_SHARE = 0.5
-"""Of worlds: instances have host memory."""
+"""Share of worlds in which instances have host memory."""
 STORE_SHARE = 0.6
-"""Of those: there is a store behind it."""
+"""Share of those that also have a store."""
 ASKED_AGAIN_SHARE = 0.8
-"""Of questions where there is host memory: somebody else has asked, or will ask, the same."""
+"""Share of requests that repeat one of a few prompts, in worlds with host memory."""
 MIXED_SHARE = 0.4
-"""Of worlds in which nobody prefills for anybody."""
+"""Share of worlds in which all instances are mixed."""
 SPLITS = (
     (DECODE, PREFILL, DECODE),
     (DECODE, PREFILL, PREFILL),
@@ -53,16 +53,16 @@ SPLITS = (
     (DECODE, PREFILL, DECODE, PREFILL),
     (DECODE, PREFILL, DECODE, MIXED),
 )
-"""Those that prefill come second, so that a world that is cut down to two instances still has both kinds."""
+"""PREFILL comes second, so that a world trimmed to two instances still has both roles."""
 HANDED_OVER_TOKENS = 20
-"""A prompt that no instance prefills by itself where another does that for it."""
+"""A prompt long enough that an instance with a prefill peer does not prefill it itself."""
 PLAIN_COPIES = CopyTimes(begin_us=100, block_us=20, jitter_us=0, stage_us=100, fence_us=500)
 PLAIN_STORE = StoreTimes(delay_us=500, jitter_us=0, objects_max=1024)
 
 
 @dataclass(frozen=True, slots=True)
 class ScenarioTrim:
-    """What to leave out of a seed's world. None: nothing."""
+    """The fault classes, requests and instances to keep of a seed's world. None: all."""
 
     classes: tuple[str, ...] | None = None
     asks: tuple[int, ...] | None = None
@@ -71,7 +71,7 @@ class ScenarioTrim:
 
 @dataclass(frozen=True, slots=True)
 class UserPlan:
-    """A user to be: when the first ask comes, and whether each prompt goes on from the answer before."""
+    """One user: the time of the first request, and whether each prompt continues the conversation before it."""
 
     at_us: int
     converses: bool
@@ -94,9 +94,9 @@ class Scenario:
     classes: tuple[str, ...]
     rates: FaultRates
     config: WorkerConfig
-    """Of those that serve clients."""
+    """Of the instances that serve clients."""
     giver: WorkerConfig
-    """Of those that prefill for them."""
+    """Of the instances that prefill for them."""
     kv: KvTimes
     layers: int
     times: FlatTimes
@@ -104,11 +104,11 @@ class Scenario:
     span_us: int
     users: tuple[UserPlan, ...]
     router: RouterConfig | None = None
-    """None: clients speak to the instances, as to a front end that only spreads them."""
+    """None: clients use the simple front end."""
     copies: CopyTimes = PLAIN_COPIES
-    """Between device and host memory, where there is some."""
+    """Between device and host memory, if there is any."""
     store: StoreTimes = PLAIN_STORE
-    """Where there is one."""
+    """Used only if `has_store`."""
 
     @property
     def instances(self) -> int:
@@ -119,16 +119,16 @@ class Scenario:
         return replace(self.giver if role.gives else self.config, role=role)
 
     def peers_of(self, number: int) -> tuple[str, ...]:
-        """Everybody who takes has to do with everybody who gives."""
+        """Every instance that takes hand-overs is a peer of every instance that gives them."""
         role = self.roles[number]
         return tuple(
-            seat_name(other)
+            instance_name(other)
             for other, its in enumerate(self.roles)
             if (role.takes and its.gives) or (role.gives and its.takes)
         )
 
     def can_hand_over(self, tokens: int) -> bool:
-        """Whether nothing but a fault can keep a prompt of so many tokens from being prefilled elsewhere."""
+        """Whether a prompt of `tokens` tokens is always prefilled by a peer when there is no fault."""
         giver, protected = self.giver, not self.config.max_preemptions
         steps = -(-tokens // giver.step_tokens) + giver.depth + 2
         pieces = -(-tokens // giver.block_size) * self.layers
@@ -142,7 +142,7 @@ class Scenario:
 
     @property
     def looks_in_store(self) -> bool:
-        """Whether whoever prefills something new asks the store for it first, whatever that costs."""
+        """Whether every prefill of a new prompt looks in the store first, whatever it costs."""
         prefilling = [self.config_of(number) for number in range(self.instances)]
         return all(
             config.tiers.store and config.tiers.bring_back is BringBack.ALWAYS and config.context_tokens > HANDED_OVER_TOKENS
@@ -151,7 +151,7 @@ class Scenario:
 
     @property
     def asks(self) -> tuple[int, ...]:
-        """Their indices."""
+        """Indices of all requests."""
         return tuple(ask.index for user in self.users for ask in user.asks)
 
 
@@ -196,7 +196,7 @@ def draw_scenario(seed: int, trim: ScenarioTrim | None = None) -> Scenario:
 
 
 def _of_storage(seed: int, config: WorkerConfig, giver: WorkerConfig) -> tuple[random.Random, Sequence[str]] | None:
-    """From what to draw which of the faults of KV outside the pool; None: there is none."""
+    """The stream and the names to draw storage fault classes from; None: no instance has host memory."""
     if not (config.tiers.host_rows or giver.tiers.host_rows):
         return None
     has_store = config.tiers.store or giver.tiers.store
@@ -235,12 +235,12 @@ def _draw_roles(seed: int) -> tuple[Role, ...]:
 
 
 def _trimmed(roles: tuple[Role, ...], instances: int | None) -> tuple[Role, ...]:
-    """The first so many; where there are to be more, the last role goes on."""
+    """The first `instances` roles; beyond their number, the last role is repeated."""
     return roles if instances is None else (roles + roles[-1:] * instances)[:instances]
 
 
 def _draw_giver(seed: int, config: WorkerConfig) -> WorkerConfig:
-    """An instance that only prefills: other sizes, the same blocks; some cannot hold what others can."""
+    """The configuration of instances that prefill: other sizes, the same block size, at times a shorter context."""
     stream = stream_of(seed, "giver")
     slots, short = stream.randint(1, 6), stream.random() < 0.1
     context = config.context_tokens // 2 if short else config.context_tokens
@@ -258,9 +258,9 @@ def _draw_giver(seed: int, config: WorkerConfig) -> WorkerConfig:
 
 
 def _with_tiers(seed: int, config: WorkerConfig, who: str, *, optional: bool) -> WorkerConfig:
-    """Host memory from next to nothing to more than the pool; time limits that good days keep and bad ones do not.
+    """Add host memory of 0.1 to 4 times the pool, and time limits that hold without faults but not with them.
 
-    `optional`: there are others in the same world who may have some.
+    `optional`: other instances of the world may have host memory instead.
     """
     world, stream = stream_of(seed, "storage"), stream_of(seed, f"tiers {who}")
     has_host, has_store = world.random() < HOST_SHARE, world.random() < STORE_SHARE
@@ -353,7 +353,7 @@ def _draw_link(seed: int, classes: tuple[str, ...]) -> LinkConfig:
 
 
 def _draw_line(seed: int, classes: tuple[str, ...]) -> LinkConfig:
-    """To a router: as patient as a connection that only fails when somebody says so, or not much."""
+    """A link to a router: silence limits long enough to fail only on a reset, or short ones."""
     stream, link = stream_of(seed, "line"), _draw_link(seed, classes)
     return replace(
         link,
@@ -391,7 +391,7 @@ def _draw_config(seed: int) -> WorkerConfig:
 
 
 def _draw_users(seed: int, config: WorkerConfig, rates: FaultRates, span_us: int) -> tuple[UserPlan, ...]:
-    """At least 40 requests: an open loop, users who wait for their answers, and conversations."""
+    """At least 40 requests: an open loop, users who wait for each answer, and conversations."""
     stream = stream_of(seed, "users")
     indices = count()
 
@@ -411,7 +411,7 @@ def _draw_users(seed: int, config: WorkerConfig, rates: FaultRates, span_us: int
 
 
 def _asking_again(stream: random.Random, users: list[UserPlan], longest: int) -> list[UserPlan]:
-    """A few long prompts come again and again: more than a pool holds, so that what was put aside is wanted again."""
+    """Repeat a few long prompts, together larger than a pool, so that saved KV is used again."""
     tokens = min(20, longest // 2)
     prompts = [tuple(stream.randrange(VOCABULARY) for _ in range(tokens)) for _ in range(stream.randint(2, 4))]
 
@@ -428,8 +428,8 @@ def _asking_again(stream: random.Random, users: list[UserPlan], longest: int) ->
 
 
 def _arrivals(stream: random.Random, span_us: int) -> list[int]:
-    """An open loop: evenly, or in bunches, as when a batch job or a page with many boxes calls."""
-    # `random`, not `randrange`: how often it draws must not depend on the span.
+    """Arrival times of an open loop: uniform, or in bunches as from batch jobs."""
+    # `random`, not `randrange`: the number of draws must not depend on the span.
     bunches = [int(stream.random() * span_us) for _ in range(stream.randint(2, 4))]
     bunched = stream.random() < BUNCHED_SHARE
     times = [

@@ -1,8 +1,8 @@
-"""A process that runs seeds and says what came of each: one JSON line a seed on standard output.
+"""A process that runs seeds and writes one JSON line per seed to standard output.
 
     python -m baton.sim.shard --first-seed 0 --seeds 1000 --stride 2
 
-The fuzzer starts one for each core. A world depends on its seed alone, so who runs which seed does not matter.
+The fuzzer starts one per core. A world depends on its seed alone, so it does not matter which process runs it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class SeedReport(msgspec.Struct, frozen=True):
     seed: int
     digest: str
     law: str | None
-    """The law that was broken; None: none was."""
+    """The broken law; None: none."""
     what: str
     events: int
     virtual_us: int
@@ -66,7 +66,7 @@ def main() -> None:
             sys.stdout.buffer.write(encoder.encode(report_of(run_seed(seed))) + b"\n")
             sys.stdout.buffer.flush()
     except BrokenPipeError:
-        # The fuzzer has what it wanted and is gone; without this, the interpreter complains while it flushes.
+        # The fuzzer has closed the pipe; without this, the interpreter reports an error when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,7 +1,7 @@
-"""One life's side of everything that passes between it and its peers: their conversations, and the KV of hand-overs.
+"""The connections of one life of an instance to its peers: message lines and KV transfers of hand-overs.
 
-Owns one production link to each peer and the two ends of the data connections. It carries out what the worker orders, hands
-in what is heard, and decides nothing. Each session begins with a registration either way, as production nodes do it.
+Owns one line to each peer and the receiving and sending ends of KV transfers. It carries out the worker's orders, passes on
+events, and decides nothing. Each session begins with a registration by both sides, as in production.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ from baton.wire.peer_messages import (
 )
 
 OUTBOX_MAX = 512
-"""Messages that wait for room on one line; a worker that says more has lost control of itself."""
+"""Bound on messages waiting for room on one line; exceeding it breaks a law."""
 ECHO_WITHIN_US = 300_000
 SESSIONS_A_LIFE = 1_000_000
-"""Numbers of sessions must rise over the lives of whoever opens them."""
+"""Session numbers must rise over the lives of the process that opens them."""
 
 
 def end_name(one: str, other: str) -> str:
-    """What the network calls `one`'s end of the line to `other`."""
+    """Network name of `one`'s end of the line to `other`."""
     return f"{one}~{other}"
 
 
 class ReceivingEnd(Protocol):
-    """Where KV that peers have computed lands."""
+    """Receives KV that peers have computed."""
 
     @property
     def open(self) -> int: ...
@@ -73,7 +73,7 @@ class ReceivingEnd(Protocol):
 
 
 class SendingEnd(LayerListener, Protocol):
-    """Where KV leaves from, as it is computed."""
+    """Sends KV to peers as it is computed."""
 
     @property
     def open(self) -> int: ...
@@ -86,57 +86,57 @@ class SendingEnd(LayerListener, Protocol):
 
 
 class DataConnections(Protocol):
-    """How KV travels between instances: `Fabric`, where anything may happen to it, or `Lanes`, where it takes time only."""
+    """KV transfers between instances: `FaultyTransfers` (bytes and faults) or `TimedTransfers` (time only)."""
 
     @property
     def echo(self) -> float:
-        """Chance that a message between peers is heard twice."""
+        """Chance that a message between peers is delivered twice."""
 
     def connect(self, name: str, host: Host, kv: KvView, report: Report) -> tuple[ReceivingEnd, SendingEnd]:
-        """A life begins."""
+        """A life of an instance begins."""
 
     def leave(self, name: str) -> None:
-        """It is over."""
+        """The life ends."""
 
 
 class SimulatedPeers:
-    def __init__(self, life: SimulatedInstance, lines: Lines, fabric: DataConnections, peers: Sequence[str]) -> None:
+    def __init__(self, life: SimulatedInstance, lines: Lines, transfers: DataConnections, peers: Sequence[str]) -> None:
         name, host, kv = life.host.name, life.host, life.executor.kv
-        self.fabric = fabric
+        self.transfers = transfers
         self._gives = life.spec.config.role.gives
-        self.receiver, self.sender = fabric.connect(name, host, kv, life.hear)
+        self.receiver, self.sender = transfers.connect(name, host, kv, life.hear)
         self.took_us: list[int] = []
-        """Of hand-overs that were adopted here."""
-        self._talks = {PeerId(peer): _Talk(self, life, lines, peer) for peer in peers}
-        self.lines = [talk.line for talk in self._talks.values()]
+        """Durations of the hand-overs adopted here."""
+        self._conversations = {PeerId(peer): _PeerConversation(self, life, lines, peer) for peer in peers}
+        self.lines = [conversation.line for conversation in self._conversations.values()]
 
     def open(self) -> None:
         for line in self.lines:
             line.open()
 
     def meet(self, addresses: tuple[str, ...]) -> None:
-        """Who prefills is known from the router: call these, and hang up on all others."""
-        for peer, talk in self._talks.items():
+        """The router names the peers that prefill: connect to these, and disconnect from all others."""
+        for peer, conversation in self._conversations.items():
             if peer in addresses:
-                talk.line.open()
+                conversation.line.open()
             else:
-                talk.hang_up()
+                conversation.hang_up()
 
     def session_with(self, peer: str) -> int | None:
-        """The session in which both have registered, as far as we know."""
-        talk = self._talks[PeerId(peer)]
-        return talk.line.session if talk.registered else None
+        """The number of the session if the peer has registered in it."""
+        conversation = self._conversations[PeerId(peer)]
+        return conversation.line.session if conversation.registered else None
 
-    def told(self, event: PeerEvent) -> None:
-        """The worker is about to handle this: what it orders from here on is said in the session that it knows of."""
+    def before_handling(self, event: PeerEvent) -> None:
+        """Called before the worker handles this event: its later messages belong to the session that it then knows."""
         match event:
             case PeerOpened(peer) | PeerLost(peer):
-                self._talks[peer].known_to_worker()
+                self._conversations[peer].known_to_worker()
 
     def carry_out(self, effect: PeerEffect) -> None:
         match effect:
             case Tell(peer, message):
-                self._talks[peer].tell(message)
+                self._conversations[peer].tell(message)
             case Expect(handover, token, first, blocks):
                 self.receiver.expect(handover, token, first, blocks)
             case Verify(handover, checks):
@@ -153,16 +153,16 @@ class SimulatedPeers:
                 pass
 
 
-class _Talk:
-    """One conversation with one peer."""
+class _PeerConversation:
+    """The conversation with one peer."""
 
     def __init__(self, ours: SimulatedPeers, life: SimulatedInstance, lines: Lines, peer: str) -> None:
         self.registered = False
         self._ours = ours
-        self._to_be_told: deque[int | None] = deque()
-        """Sessions that began and ended (None), of which the worker has not heard yet."""
+        self._unhandled_sessions: deque[int | None] = deque()
+        """Sessions that began, or None for one that ended, in order; the worker has not handled these events yet."""
         self._known: int | None = None
-        """The session that the worker believes to be in. What it says belongs there, and into no other."""
+        """The session that the worker knows; its messages are sent only in that one."""
         self._life = life
         self._peer = PeerId(peer)
         self._outbox: deque[bytes] = deque()
@@ -182,7 +182,7 @@ class _Talk:
             raise LawBroken(LINE_BOUND, f"{len(self._outbox)} messages wait at {self._life.host.name} for {self._peer}")
 
     def known_to_worker(self) -> None:
-        self._known = self._to_be_told.popleft()
+        self._known = self._unhandled_sessions.popleft()
 
     def hang_up(self) -> None:
         if self.line.wanted:
@@ -199,7 +199,7 @@ class _Talk:
         was_there, self.registered = self.registered, False
         self._outbox.clear()
         if was_there:
-            self._to_be_told.append(None)
+            self._unhandled_sessions.append(None)
             self._hear(PeerLost(self._peer, reason))
 
     def took(self, frames: list[bytes]) -> None:
@@ -220,7 +220,7 @@ class _Talk:
             if getattr(ours, name) != getattr(theirs, name):
                 raise LawBroken(SAME_LAYOUT, f"{name} of {ours.name} and {theirs.name} differ: {ours} {theirs}")
         self.registered = True
-        self._to_be_told.append(self.line.session)
+        self._unhandled_sessions.append(self.line.session)
         self._hear(PeerOpened(self._peer))
 
     def _registration(self) -> Register:
@@ -240,8 +240,8 @@ class _Talk:
             self.line.send(self._outbox.popleft())
 
     def _perhaps_echo(self, message: PeerMessage) -> None:
-        """Links deliver once; a worker must not depend on it."""
-        rate = self._ours.fabric.echo
+        """Deliver a message again at a drawn rate: links deliver once, but a worker must not depend on it."""
+        rate = self._ours.transfers.echo
         if not rate:
             return
         echo, within_us = self._stream.random(), self._stream.randrange(ECHO_WITHIN_US)

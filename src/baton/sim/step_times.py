@@ -1,15 +1,15 @@
-"""How long a step takes on a machine that is only pretended: measured points, and a roofline between them.
+"""Step times of a simulated device: measured points, and a roofline model between them.
 
-Owns the model, its JSON form and the files shipped under `models/`. The roofline gives the shape of a step's time:
+Owns the model, its JSON form and the files shipped under `models/`. The roofline gives the form of a step's time:
 
     launch + max(weights ÷ bandwidth, FLOP ÷ rate) + rows + KV read by decodes + attention of chunks
 
-and each measured point says by which ratio the machine differs from it there. Between points the ratio is interpolated over
-the logarithms of tokens fed and of context a token; outside, the nearest one holds. Steps that only decode and steps that
-carry prefill have a surface of ratios each. A surface is laid out on a fine grid when the model is loaded, and made never to
-fall along either axis: measurements are noisy, but more work never takes less time.
+and each measured point gives the ratio of the machine's time to it. Between points the ratio is interpolated over the
+logarithms of tokens fed and of context per token; outside, the nearest one is used. Steps that only decode and steps with
+prefill have a surface of ratios each. A surface is computed on a fine grid when the model is loaded, and made monotonic
+along both axes: measurements are noisy, but more work never takes less time.
 
-Called once a step by every simulated device, so `step_us` is plain arithmetic on lists.
+Every simulated device calls `step_us` once per step, so it is plain arithmetic on lists.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from baton.core.errors import BatonError
 SCHEMA: Literal[1] = 1
 NODES_AN_OCTAVE = 4
 FED_OCTAVES = 16
-"""A surface reaches to this power of two of tokens fed; beyond it the roofline is added on."""
+"""A surface covers tokens fed up to this power of two; beyond it, roofline differences are added."""
 CONTEXT_OCTAVES = 36
 ROWS_KEPT_MAX = 4096
-"""Batch sizes whose line over context is kept ready."""
+"""Bound on cached rows, one per batch size."""
 
 _LARGEST = 1e18
 Quantity = Annotated[float, msgspec.Meta(ge=0.0, le=_LARGEST)]
@@ -48,19 +48,19 @@ class BadStepTimes(BatonError):
 
 
 class Roofline(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a step costs at least."""
+    """The roofline: a lower bound of a step's time."""
 
     launch_us: Microseconds
-    """Whatever a step does."""
+    """Fixed cost of every step."""
     weight_bytes: Quantity
-    """Read once a step."""
+    """Read once per step."""
     weight_bytes_per_s: Rate
     token_flop: Positive
     """Matrix products of one token."""
     decode_flop_per_s: Rate
     prefill_flop_per_s: Rate
     row_us: Microseconds
-    """Each sequence that decodes, beside its matrix products and its KV: logits, sampling."""
+    """Per sequence that decodes, besides its matrix products and its KV: logits, sampling."""
     kv_bytes_per_token: Positive
     kv_bytes_per_s: Rate
     pair_flop: Positive
@@ -93,12 +93,12 @@ class Roofline(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return self.launch_us + products_us + self.row_us * decodes + self.context_token_us * context
 
     def prefill_us(self, tokens: float, pairs: float) -> float:
-        """A step that only feeds chunks."""
+        """A step that only prefills."""
         return self.launch_us + max(self.weights_us, self.prefill_token_us * tokens) + self.pair_us * pairs
 
 
 class MeasuredStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One measured step; the arguments of `StepTimes.step_us`, and how long the executor took."""
+    """One measured step: the arguments of `StepTimes.step_us`, and the executor's time."""
 
     decodes: Count = 0
     decode_context: Count = 0
@@ -113,37 +113,37 @@ class StepTimesFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     schema: Literal[1] = SCHEMA
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=100)]
     measured_on: str
-    """Machine, model and how; for whoever reads results made with it."""
+    """Machine, model and method, for readers of results."""
     roofline: Roofline
     layers: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 1
-    """After each, its KV may leave the machine; 1 says that nothing is known, and all of it leaves at the step's end."""
+    """KV can be sent after each layer; 1: not known, all of it is sent at the step's end."""
     host_us: Microseconds = 0.0
-    """Spent by the engine on every step outside the executor, and not hidden behind it."""
+    """Engine time per step outside the executor and not overlapped with it."""
     host_row_us: Microseconds = 0.0
-    """The same for each sequence that decodes."""
+    """The same, per sequence that decodes."""
     points: tuple[MeasuredStep, ...] = ()
 
 
 class _Sample(NamedTuple):
     fed: float
     context: float
-    """In all, not a token."""
+    """Total over all tokens fed, not per token."""
     ratio: float
     """Measured ÷ roofline."""
 
 
 class StepTimes:
-    """The time of any step. Equal arguments give equal answers, and no argument that grows makes a step shorter."""
+    """The time of any step; deterministic, and monotonic in every argument."""
 
     def __init__(self, file: StepTimesFile) -> None:
-        """Raises BadStepTimes when the values make no sense, however they were made."""
+        """Raises BadStepTimes if the values are invalid."""
         _check(file)
         self.file = file
         self.name = file.name
         roofline = file.roofline
         self._host_us = file.host_us
         self._host_row_us = file.host_row_us
-        # In a step that carries prefill, a decode counts as so many tokens of prefill, and its context as so many pairs.
+        # In a step with prefill, a decode counts as this many prefill tokens, and a token of its context as this many pairs.
         self._tokens_a_decode = (roofline.decode_token_us + roofline.row_us) / roofline.prefill_token_us
         self._pairs_a_context = roofline.context_token_us / roofline.pair_us
         decodes = [_decode_sample(roofline, point) for point in file.points if not point.prefill_tokens]
@@ -183,10 +183,10 @@ def _decode_sample(roofline: Roofline, point: MeasuredStep) -> _Sample:
 
 
 class _Surface:
-    """Microseconds over (tokens fed, context in all), never falling along either."""
+    """Microseconds over (tokens fed, total context), monotonic along both."""
 
     def __init__(self, roofline_us: Callable[[float, float], float], samples: Sequence[_Sample], knee: float) -> None:
-        """`knee` is where the roofline bends, so that the grid does not cut that corner."""
+        """`knee`: the tokens fed at which the roofline bends; it becomes a grid node."""
         self._roofline_us = roofline_us
         self._fed = _nodes(FED_OCTAVES, [knee, *(sample.fed for sample in samples)])
         self._context = _nodes(CONTEXT_OCTAVES, [sample.context for sample in samples])
@@ -210,7 +210,7 @@ class _Surface:
         return inside_us + self._roofline_us(fed, context) - self._roofline_us(fed_in, context_in)
 
     def at_whole(self, fed: int, context: int) -> float:
-        """The same, quicker, for the few whole numbers that `fed` takes in a run."""
+        """The same, faster, for integers: one row per value of `fed` is cached."""
         line = self._lines.get(fed)
         if line is None:
             line = self._line(fed)
@@ -230,7 +230,7 @@ class _Surface:
 
 
 class _Ratios:
-    """Measured ÷ roofline anywhere: along context at the two nearest measured sizes, then between these."""
+    """Measured ÷ roofline at any point: interpolated along context at the two nearest measured sizes, then between them."""
 
     def __init__(self, samples: Sequence[_Sample]) -> None:
         sizes: dict[float, dict[float, float]] = {}
@@ -250,7 +250,7 @@ class _Ratios:
 
 
 def _between(places: Sequence[float], values: Sequence[float], place: float) -> float:
-    """Linear between neighbours; the nearest value outside."""
+    """Linear interpolation; outside, the nearest value."""
     after = bisect_right(places, place)
     if after == 0:
         return values[0]
@@ -261,7 +261,7 @@ def _between(places: Sequence[float], values: Sequence[float], place: float) -> 
 
 
 def _nodes(octaves: int, own: Iterable[float]) -> list[float]:
-    """Zero, powers of two with some places between, and the places that are known exactly."""
+    """Grid nodes: zero, powers of two with steps between, and the measured places."""
     last = 2.0**octaves
     powers = [2.0 ** (step / NODES_AN_OCTAVE) for step in range(octaves * NODES_AN_OCTAVE + 1)]
     places = sorted([0.0, *powers, *(place for place in own if 0.0 < place < last)])
@@ -270,12 +270,12 @@ def _nodes(octaves: int, own: Iterable[float]) -> list[float]:
 
 
 def _cell(nodes: Sequence[float], place: float) -> int:
-    """The node at or before a place that is not beyond the last one, with always another one after it."""
+    """The index of the last node at or before `place` that has a node after it."""
     return min(bisect_right(nodes, place), len(nodes) - 1) - 1
 
 
 def _never_falling(table: list[list[float]]) -> list[list[float]]:
-    """Half-way between the least table above that never falls and the greatest one below: a bump costs both sides."""
+    """The mean of the least monotonic table above and the greatest one below."""
     above = _running(table, max)
     flipped = [row[::-1] for row in reversed(table)]
     below = [row[::-1] for row in reversed(_running(flipped, min))]
@@ -283,7 +283,7 @@ def _never_falling(table: list[list[float]]) -> list[list[float]]:
 
 
 def _running(table: list[list[float]], pick: Callable[[float, float], float]) -> list[list[float]]:
-    """Each entry joined by `pick` with all that come before it in its row and column."""
+    """Each entry reduced by `pick` with all entries before it in its row and column."""
     done: list[list[float]] = []
     for number, row in enumerate(table):
         line: list[float] = []
@@ -295,7 +295,7 @@ def _running(table: list[list[float]], pick: Callable[[float, float], float]) ->
 
 
 def _check(file: StepTimesFile) -> None:
-    """What the types cannot say, and what they say again for values that never were JSON."""
+    """Check what the types cannot express, and the types again for values not decoded from JSON."""
     try:
         msgspec.convert(msgspec.to_builtins(file), StepTimesFile)
     except msgspec.ValidationError as error:

@@ -1,12 +1,12 @@
-"""KV outside the pools: the host memory of an instance, its copies, and its dealings with the store.
+"""KV outside the pool: the host memory of an instance, its copies, and its transfers with the store.
 
-Owns what a driver owns in service: the rows of host memory, as real bytes, and every haul that is under way. What drivers
-promise is kept here whatever happens: an order returns at once; what is exchanged with the store lies in private buffers,
-and is opened and verified before it reaches a row; a fence takes its time and is always answered; after any answer nothing
-of that haul is read or written. Before it, anything may be: a copy that fails or is fenced leaves nonsense behind.
+Owns what a driver owns in service: the rows of host memory, as real bytes, and every open transfer. The promises of a
+production driver hold under all faults: an order returns at once; data to and from the store is held in private buffers and
+verified before it is written to a row; a fence is always answered, after a while; after any answer, nothing of that transfer
+is read or written. A copy that fails or is fenced leaves garbage in its target.
 
-Laws are checked where the bytes are: while a haul is under way, nobody else writes what it reads or where it writes; and
-under one name the same bytes are found wherever they went.
+Two laws are checked here: while a transfer is open, nothing else writes to what it reads or writes; and one key always
+stands for the same bytes.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class CopyTimes:
     block_us: int
     jitter_us: int
     stage_us: int
-    """Within so long what is to be stored is in private buffers."""
+    """Longest time until data to be stored is in private buffers."""
     fence_us: int
 
 
 class StorageModel:
-    """What all porters of a world have in common."""
+    """Shared by all StorageCopies of a world: the store, times, fault rates, and the bytes of every key."""
 
     def __init__(
         self,
@@ -71,9 +71,9 @@ class StorageModel:
         store: SimulatedStore | None,
         names_of: NamesOf = lambda *_: (),
     ) -> None:
-        """`names_of`: what a copy moves, for the laws; the orders themselves do not say it."""
+        """`names_of`: the keys that a copy moves, which its order does not contain; for the laws."""
         self.when_hasty: Callable[[SimulatedInstance, TransferId, int], None] | None = None
-        """Called where whom a copy is for is to leave after so many microseconds."""
+        """Called when the client of a copy shall disconnect after a number of microseconds."""
         self.world = world
         self.names_of = names_of
         self.rates = rates
@@ -87,7 +87,7 @@ class StorageModel:
             self.store.heal()
 
     def is_true(self, key: Key, data: bytes, where: str) -> None:
-        """A name stands for the same KV everywhere, and always."""
+        """Check that a key stands for the same KV everywhere."""
         known = self._known.setdefault(key, data)
         if known != data:
             raise LawBroken(TRUE_NAME, f"{where} has other KV under {key.hex()} than there was before")
@@ -95,7 +95,7 @@ class StorageModel:
 
 @dataclass(slots=True, eq=False)
 class _Range:
-    """Some rows or blocks that a haul has to do with, and what must lie there as long as it has."""
+    """Rows or blocks that a transfer reads or writes, and the bytes that must be there while it is open."""
 
     memory: Bytes
     at: Int32s
@@ -115,24 +115,24 @@ class _Range:
 
 @dataclass(slots=True, eq=False)
 class _Task:
-    """A haul under way."""
+    """An open transfer."""
 
-    haul: TransferId
+    transfer: TransferId
     keys: tuple[Key, ...]
     reads: _Range | None = None
     writes: _Range | None = None
     fencing: bool = False
     over: bool = False
-    """Nothing of it is read or written any more."""
+    """Nothing of it may be read or written any more."""
 
 
 class StorageCopies:
-    """Of one life of an instance."""
+    """The host memory and open transfers of one life of an instance."""
 
-    def __init__(self, depot: StorageModel, life: SimulatedInstance) -> None:
+    def __init__(self, storage_model: StorageModel, life: SimulatedInstance) -> None:
         config = life.spec.config
-        self._depot = depot
-        self._store = depot.store if config.tiers.store else None
+        self._storage_model = storage_model
+        self._store = storage_model.store if config.tiers.store else None
         self._life = life
         self._host = life.host
         self._pool = life.executor.kv.pool
@@ -148,37 +148,37 @@ class StorageCopies:
 
     def carry_out(self, effect: StorageEffect) -> None:
         match effect:
-            case CopyOut(haul, blocks, rows):
-                names = self._depot.names_of(self._life, haul)
-                self._copy(self._begin(haul, names, (self._pool, blocks), (self._rows, rows)))
-            case CopyIn(haul, rows, blocks):
-                names = self._depot.names_of(self._life, haul)
-                self._copy(self._begin(haul, names, (self._rows, rows), (self._pool, blocks)))
-                self._perhaps_hasty(haul)
-            case Look(haul, keys):
-                self._look(self._begin(haul, keys))
-            case Get(haul, keys, rows):
-                self._get(self._begin(haul, keys, None, (self._rows, rows)))
-            case Put(haul, keys, rows):
-                self._put(self._begin(haul, keys, (self._rows, rows)))
-            case FenceTransfer(haul):
-                self._fence(haul)
+            case CopyOut(transfer, blocks, rows):
+                names = self._storage_model.names_of(self._life, transfer)
+                self._copy(self._begin(transfer, names, (self._pool, blocks), (self._rows, rows)))
+            case CopyIn(transfer, rows, blocks):
+                names = self._storage_model.names_of(self._life, transfer)
+                self._copy(self._begin(transfer, names, (self._rows, rows), (self._pool, blocks)))
+                self._perhaps_hasty(transfer)
+            case Look(transfer, keys):
+                self._look(self._begin(transfer, keys))
+            case Get(transfer, keys, rows):
+                self._get(self._begin(transfer, keys, None, (self._rows, rows)))
+            case Put(transfer, keys, rows):
+                self._put(self._begin(transfer, keys, (self._rows, rows)))
+            case FenceTransfer(transfer):
+                self._fence(transfer)
 
     def _begin(
         self,
-        haul: TransferId,
+        transfer: TransferId,
         keys: tuple[Key, ...],
         reads: tuple[Bytes, Int32s] | None = None,
         writes: tuple[Bytes, Int32s] | None = None,
     ) -> _Task:
-        task = _Task(haul, keys, None if reads is None else _Range(*reads), None if writes is None else _Range(*writes))
-        self._tasks[haul] = task
+        task = _Task(transfer, keys, None if reads is None else _Range(*reads), None if writes is None else _Range(*writes))
+        self._tasks[transfer] = task
         return task
 
     # ── copies ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _copy(self, task: _Task) -> None:
-        stream, depot = self._stream, self._depot
+        stream, storage_model = self._stream, self._storage_model
         slow, fails, share, slow_us = (
             stream.random(),
             stream.random(),
@@ -186,17 +186,19 @@ class StorageCopies:
             log_uniform_us(stream, *COPY_SLOW_US),
         )
         blocks = 0 if task.reads is None else len(task.reads.at)
-        took_us = depot.times.begin_us + blocks * depot.times.block_us + int(share * depot.times.jitter_us)
-        if slow < depot.rates.slow:
-            depot.world.fire(Fault.COPY_SLOW, self._host.name)
+        took_us = (
+            storage_model.times.begin_us + blocks * storage_model.times.block_us + int(share * storage_model.times.jitter_us)
+        )
+        if slow < storage_model.rates.slow:
+            storage_model.world.fire(Fault.COPY_SLOW, self._host.name)
             took_us += slow_us
             self._host.after(took_us // 2, self._copy_half, task)
-        self._host.after(took_us, self._copy_fails if fails < depot.rates.fails else self._copied, task)
+        self._host.after(took_us, self._copy_fails if fails < storage_model.rates.fails else self._copied, task)
 
-    def _perhaps_hasty(self, haul: TransferId) -> None:
+    def _perhaps_hasty(self, transfer: TransferId) -> None:
         hasty, delay_us = self._stream.random(), self._stream.randrange(HASTY_WITHIN_US)
-        if hasty < self._depot.rates.hasty and self._depot.when_hasty is not None:
-            self._depot.when_hasty(self._life, haul, delay_us)
+        if hasty < self._storage_model.rates.hasty and self._storage_model.when_hasty is not None:
+            self._storage_model.when_hasty(self._life, transfer, delay_us)
 
     def _copy_half(self, task: _Task) -> None:
         if not task.over and task.reads is not None and task.writes is not None:
@@ -208,19 +210,19 @@ class StorageCopies:
         if task.over or task.reads is None or task.writes is None:
             return
         if task.fencing:
-            self._depot.world.fire(Fault.COPY_WHILE_FENCING, self._host.name)
+            self._storage_model.world.fire(Fault.COPY_WHILE_FENCING, self._host.name)
         self._must_be_untouched(task)
         data = task.reads.memory[task.reads.at]
         task.writes.write(0, data)
-        for key, row in zip(task.keys, data, strict=False):  # without names where no worker has ordered it
-            self._depot.is_true(key, row.tobytes(), self._host.name)
-        self._end(task, TransferDone(task.haul, (True,) * len(data)))
+        for key, row in zip(task.keys, data, strict=False):  # without names if no worker has ordered it
+            self._storage_model.is_true(key, row.tobytes(), self._host.name)
+        self._end(task, TransferDone(task.transfer, (True,) * len(data)))
 
     def _copy_fails(self, task: _Task) -> None:
         if not task.over:
-            self._depot.world.fire(Fault.COPY_FAILED, self._host.name)
+            self._storage_model.world.fire(Fault.COPY_FAILED, self._host.name)
             self._spoil(task)
-            self._end(task, TransferFailed(task.haul, "a simulated fault of the copier"))
+            self._end(task, TransferFailed(task.transfer, "a simulated fault of the copier"))
 
     # ── the store ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -229,20 +231,20 @@ class StorageCopies:
             self._store.look(self._names(task.keys), lambda found: self._back(self._looked, task, found))
 
     def _looked(self, task: _Task, found: list[bool] | None) -> None:
-        self._end(task, _failed(task) if found is None else TransferDone(task.haul, tuple(found)))
+        self._end(task, _failed(task) if found is None else TransferDone(task.transfer, tuple(found)))
 
     def _get(self, task: _Task) -> None:
         if self._store is not None:
             self._store.get(self._names(task.keys), lambda objects: self._back(self._got, task, objects))
 
     def _got(self, task: _Task, objects: list[bytes | None] | None) -> None:
-        """Only now, and only if nobody has fenced it meanwhile, a row is touched."""
+        """Write to rows only now, and only if it was not fenced meanwhile."""
         if objects is None:
             self._end(task, _failed(task))
             return
         self._must_be_untouched(task)
         came = tuple(self._accept(task, at, data) for at, data in enumerate(objects))
-        self._end(task, TransferDone(task.haul, came))
+        self._end(task, TransferDone(task.transfer, came))
 
     def _accept(self, task: _Task, at: int, data: bytes | None) -> bool:
         key = task.keys[at]
@@ -250,39 +252,39 @@ class StorageCopies:
             return False
         payload = unseal(key, self._layout, memoryview(data))
         if isinstance(payload, EnvelopeFlaw):
-            self._depot.world.fire(Fault.STORE_BAD, self._host.name)
+            self._storage_model.world.fire(Fault.STORE_BAD, self._host.name)
             self._store.drop(self._names((key,)))
             return False
         if len(payload) != self._rows.shape[1]:
             raise LawBroken(TRUE_NAME, f"{self._host.name} accepts {len(payload)} bytes as a block: {key.hex()}")
-        self._depot.is_true(key, bytes(payload), self._host.name)
+        self._storage_model.is_true(key, bytes(payload), self._host.name)
         task.writes.write(at, np.frombuffer(payload, dtype=np.uint8)[None])
         return True
 
     def _put(self, task: _Task) -> None:
-        self._host.after(int(self._stream.random() * self._depot.times.stage_us), self._stage, task)
+        self._host.after(int(self._stream.random() * self._storage_model.times.stage_us), self._stage, task)
 
     def _stage(self, task: _Task) -> None:
-        """Into private buffers; the rows are not looked at again."""
+        """Copy the rows into private buffers; they are not read again."""
         if task.over or task.reads is None or self._store is None:
             return
         self._must_be_untouched(task)
         objects = []
         for key, row in zip(task.keys, task.reads.memory[task.reads.at], strict=True):
-            self._depot.is_true(key, row.tobytes(), self._host.name)
+            self._storage_model.is_true(key, row.tobytes(), self._host.name)
             whole = bytearray(HEADER_BYTES + len(row))
             seal(key, self._layout, memoryview(row), memoryview(whole))
             objects.append((object_name(self._layout, key), bytes(whole)))
         self._store.put(objects, lambda placed: self._back(self._looked, task, placed))
 
     def _back(self, act: Callable[..., None], task: _Task, answer: object) -> None:
-        """The store has answered: heard by the life that asked, if that still lasts, and not if it is fenced."""
+        """The store has answered: pass it on if the life that asked has not ended."""
         if self._life.life == self._host.lives:
             self._host.run(self._hear, act, task, answer)
 
     def _hear(self, act: Callable[..., None], task: _Task, answer: object) -> None:
         if task.over:
-            self._depot.world.fire(Fault.STORE_TOO_LATE, self._host.name)
+            self._storage_model.world.fire(Fault.STORE_TOO_LATE, self._host.name)
         else:
             act(task, answer)
 
@@ -291,27 +293,27 @@ class StorageCopies:
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _fence(self, haul: TransferId) -> None:
-        stream, depot = self._stream, self._depot
+    def _fence(self, transfer: TransferId) -> None:
+        stream, storage_model = self._stream, self._storage_model
         slow, share, long_us = stream.random(), stream.random(), stream.randrange(5_000, FENCED_WITHIN_US)
-        if haul in self._tasks:
-            self._tasks[haul].fencing = True
-        took_us = int(share * depot.times.fence_us)
-        if slow < depot.rates.slow_fence:
-            depot.world.fire(Fault.HAUL_FENCE_SLOW, self._host.name)
+        if transfer in self._tasks:
+            self._tasks[transfer].fencing = True
+        took_us = int(share * storage_model.times.fence_us)
+        if slow < storage_model.rates.slow_fence:
+            storage_model.world.fire(Fault.HAUL_FENCE_SLOW, self._host.name)
             took_us = long_us
-        self._host.after(took_us, self._fenced, haul)
+        self._host.after(took_us, self._fenced, transfer)
 
-    def _fenced(self, haul: TransferId) -> None:
-        task = self._tasks.get(haul)
+    def _fenced(self, transfer: TransferId) -> None:
+        task = self._tasks.get(transfer)
         if task is None:
-            self._life.hauled(TransferFenced(haul))
+            self._life.transfer_ended(TransferFenced(transfer))
         else:
             self._spoil(task)
-            self._end(task, TransferFenced(haul))
+            self._end(task, TransferFenced(transfer))
 
     def _spoil(self, task: _Task) -> None:
-        """It was in the middle of writing."""
+        """Leave garbage in half of the target, as an interrupted copy does."""
         self._must_be_untouched(task)
         if task.writes is not None:
             half = len(task.writes.at) // 2 + 1
@@ -320,14 +322,16 @@ class StorageCopies:
     def _end(self, task: _Task, event: StorageEvent) -> None:
         self._must_be_untouched(task)
         task.over = True
-        del self._tasks[task.haul]
-        self._life.hauled(event)
+        del self._tasks[task.transfer]
+        self._life.transfer_ended(event)
 
     def _must_be_untouched(self, task: _Task) -> None:
         for part, what in ((task.reads, "reads"), (task.writes, "writes")):
             if part is not None and not part.is_untouched:
-                raise LawBroken(UNTOUCHED, f"{self._host.name}: somebody wrote to what haul {task.haul} {what}: {part.at}")
+                raise LawBroken(
+                    UNTOUCHED, f"{self._host.name}: somebody wrote to what haul {task.transfer} {what}: {part.at}"
+                )
 
 
 def _failed(task: _Task) -> TransferFailed:
-    return TransferFailed(task.haul, "the store is out of reach")
+    return TransferFailed(task.transfer, "the store is out of reach")

@@ -1,8 +1,8 @@
-"""The store of a world: named objects on a machine of its own, which outlives all instances.
+"""The simulated store of a world: named objects on a separate machine that outlives all instances.
 
-Owns the objects. It moves bytes and knows nothing of blocks. Whoever asks is answered a little later: with a list, with
-None where the store cannot be reached, or never. What it keeps may be torn, lost, flipped, swapped or somebody else's as the
-rates say: to find that out is for whoever fetches it.
+Owns the objects. It moves bytes and knows nothing of blocks. An operation is answered later with a list, with None if the
+store cannot be reached, or never. Objects may be torn, lost, flipped, swapped or replaced by foreign ones at given rates;
+the reader must detect that.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from enum import Enum
 from typing import TypeVar
 
 from baton.core.errors import InvariantViolated
-from baton.sim.faults import Fault, StoreRates, log_uniform_us
+from baton.sim.faults import Fault, StoreRates, flip_bit, log_uniform_us
 from baton.sim.world import Host, World
 from baton.wire.envelope import LAYOUT_BYTES, EnvelopeFlaw, open_any, seal
 
@@ -26,7 +26,7 @@ Answer = TypeVar("Answer")
 
 
 class StoreReach(Enum):
-    """What comes of a question at present."""
+    """The present answer to operations."""
 
     ANSWERS = "answers"
     REFUSES = "refuses"
@@ -36,10 +36,10 @@ class StoreReach(Enum):
 @dataclass(frozen=True, slots=True)
 class StoreTimes:
     delay_us: int
-    """There and back, and what it does meanwhile."""
+    """Round trip and processing."""
     jitter_us: int
     objects_max: int
-    """With more, it forgets the oldest, as a cache does."""
+    """Beyond this number the oldest objects are evicted."""
 
 
 class SimulatedStore:
@@ -49,16 +49,16 @@ class SimulatedStore:
         self._times = times
         self._stream = world.stream(NAME)
         self._objects: dict[str, bytes] = {}
-        """The oldest first."""
+        """Oldest first."""
         self._reach = StoreReach.ANSWERS
         self._absent_until_us = 0
         self.is_dead = False
-        """It will not come back."""
+        """Whether it failed for good."""
 
     def __len__(self) -> int:
         return len(self._objects)
 
-    # ── questions ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── operations ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def look(self, names: Sequence[str], answer: Callable[[list[bool] | None], None]) -> None:
         self._ask(lambda: [name in self._objects for name in names], answer)
@@ -67,11 +67,11 @@ class SimulatedStore:
         self._ask(lambda: [self._objects.get(name) for name in names], answer)
 
     def put(self, objects: Sequence[tuple[str, bytes]], answer: Callable[[list[bool] | None], None]) -> None:
-        """False: there is no room."""
+        """Answers False for an object without room."""
         self._ask(lambda: [self._place(name, data) for name, data in objects], answer)
 
     def drop(self, names: Sequence[str]) -> None:
-        """Forget what was found to be bad; nobody waits for it."""
+        """Remove corrupt objects, without an answer."""
         self._ask(lambda: [self._objects.pop(name, None) is None for name in names], lambda _: None)
 
     def _ask(self, work: Callable[[], list[Answer]], answer: Callable[[list[Answer] | None], None]) -> None:
@@ -114,7 +114,7 @@ class SimulatedStore:
         return True
 
     def _harm(self, name: str, drawn: float) -> None:
-        """At most one thing happens to an object, some time before it is fetched: we do it at once."""
+        """Damage an object in at most one way; it is done at once, before any read."""
         rates = self.rates
         for chance, fault, spoil in (
             (rates.torn, Fault.STORE_TORN, self._tear),
@@ -137,18 +137,16 @@ class SimulatedStore:
         del self._objects[name]
 
     def _flip(self, name: str) -> None:
-        spoilt = bytearray(self._objects[name])
-        bit = self._stream.randrange(len(spoilt) * 8)
-        spoilt[bit // 8] ^= 1 << (bit % 8)
-        self._objects[name] = bytes(spoilt)
+        data = self._objects[name]
+        self._objects[name] = flip_bit(data, self._stream.randrange(len(data) * 8))
 
     def _swap(self, name: str) -> None:
-        """With any other; with itself where there is none."""
+        """Swap with a random object, perhaps itself."""
         objects, other = self._objects, self._stream.choice(tuple(self._objects))
         objects[name], objects[other] = objects[other], objects[name]
 
     def _replace(self, name: str) -> None:
-        """A sound object under our name: of another model, or of another tenant, whose KV is other KV."""
+        """Replace it by a valid object of another model or another tenant."""
         opened = open_any(memoryview(self._objects[name]))
         if isinstance(opened, EnvelopeFlaw):
             raise InvariantViolated(f"{name} was given to the store in a bad envelope: {opened}")
@@ -162,10 +160,10 @@ class SimulatedStore:
         seal(key, layout, memoryview(payload), memoryview(whole))
         self._objects[name] = bytes(whole)
 
-    # ── what happens to it ───────────────────────────────────────────────────────────────────────────────────────────────
+    # ── outages ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def go_away(self, stream: random.Random) -> None:
-        """For a while nobody reaches it: connections are refused, or nothing is heard at all."""
+        """For a while, refuse operations or leave them unanswered."""
         lasts_us, reach = (
             log_uniform_us(stream, *ABSENT_US),
             stream.choice((StoreReach.REFUSES, StoreReach.REFUSES, StoreReach.SILENT)),
@@ -185,7 +183,7 @@ class SimulatedStore:
         self._objects.clear()
 
     def heal(self) -> None:
-        """All but what is dead."""
+        """End all faults, except a permanent failure."""
         self.rates = StoreRates()
         self._absent_until_us = 0
         self._come_back()

@@ -1,4 +1,4 @@
-"""What the story of a world says of an instance: what its worker orders, and the steps of a hand-over by name."""
+"""Story lines for the effects of a worker, and the names of hand-over steps."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def words_of(effect: Effect) -> str:
 
 
 def tell_steps(at_step: Callable[[str], None], event: Event, effects: Sequence[Effect]) -> None:
-    """Tell of each step of a hand-over that these are, as `PEER_STEPS` names it."""
+    """Call `at_step` with the name in `PEER_STEPS` of each hand-over step among these."""
     if isinstance(event, PeerEvent):
         at_step(f"heard {_kind(event.message)}" if isinstance(event, Heard) else _kind(event))
     for effect in effects:
@@ -86,4 +86,4 @@ PEER_STEPS = (
     *(f"{way} {_kind_of.__name__}" for way in ("told", "heard") for _kind_of in get_args(PeerMessage)),
     *(kind.__name__ for kind in (*get_args(PeerEffect), *get_args(PeerEvent)) if kind not in (Tell, Heard, AttemptFailed)),
 )
-"""All steps of a hand-over, by name."""
+"""The names of all hand-over steps."""

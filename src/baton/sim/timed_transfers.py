@@ -1,13 +1,13 @@
-"""KV between instances where nothing goes wrong: no bytes, only how long they are on their way.
+"""KV transfers between instances of measured clusters: no bytes and no faults, only the time that they take.
 
-The other kind of data connections beside `transfer`, for runs that measure: it costs one event a layer, not one a piece.
+The counterpart of `faulty_transfers` for runs that measure: it costs one event per layer, not one per piece.
 
-    one lane out of and one into each instance, first come first served, `lane_bytes_per_s` each way
-    a step's KV leaves as the step computes it: layer l of L is ready when (l + 1) / L of the step's time is over
-    a piece takes the sender's lane, then the receiver's, then `delay_us`; blocks travel whole
-    opening a connection, checksums and fences take no time
+    one network card out of and one into each instance, first come first served, `card_bytes_per_s` each way
+    KV is sent while its step runs: layer l of L is ready when (l + 1) / L of the step's time is over
+    a piece occupies the sender's card, then the receiver's, then takes `delay_us`; blocks are sent whole
+    connecting, checksums and fences take no time
 
-So with lanes that are faster than KV is computed, about one layer of the last chunk is left when a prefill ends.
+With cards that are faster than KV is computed, about one layer of the last chunk is left to send when a prefill ends.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from baton.sim.faulty_transfers import Report
 from baton.sim.world import Host
 
 ARRIVING_EVERY_US = 200_000
-"""How often a receiver is told that bytes still come."""
+"""Least interval between two Arriving events of one hand-over."""
 NO_CHECKS = b""
-"""Nothing is flipped here, and nothing is compared."""
+"""Checksums are neither computed nor compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvLinkModel:
-    """What KV is like, and how it travels."""
+    """The size of KV, and the bandwidth and delay of its transfers."""
 
     layers: int
     block_bytes: int
-    """All layers."""
-    lane_bytes_per_s: float
+    """Over all layers."""
+    card_bytes_per_s: float
     delay_us: int
 
 
@@ -48,8 +48,8 @@ class NetworkCard:
         self.bytes = 0.0
         self.busy_us = 0.0
 
-    def carry(self, from_us: float, size: float) -> float:
-        """When a piece that is there at `from_us` has passed."""
+    def transmit(self, from_us: float, size: float) -> float:
+        """Send `size` bytes that are ready at `from_us`; returns when the last byte has passed."""
         took_us = size * self._us_a_byte
         self._free_us = max(from_us, self._free_us) + took_us
         self.bytes += size
@@ -58,17 +58,17 @@ class NetworkCard:
 
 
 class TimedTransfers:
-    """All lanes of a world: which instance has which."""
+    """All receivers and senders of a cluster, by instance name."""
 
     echo = 0.0
 
-    def __init__(self, road: KvLinkModel) -> None:
-        self.road = road
+    def __init__(self, kv_link: KvLinkModel) -> None:
+        self.kv_link = kv_link
         self._receivers: dict[str, TimedReceiver] = {}
         self._senders: dict[str, TimedSender] = {}
 
     def connect(self, name: str, host: Host, kv: KvView, report: Report) -> tuple[TimedReceiver, TimedSender]:  # noqa: ARG002
-        self._receivers[name] = receiver = TimedReceiver(host, self.road, report)
+        self._receivers[name] = receiver = TimedReceiver(host, self.kv_link, report)
         self._senders[name] = sender = TimedSender(self, name, host, report)
         return receiver, sender
 
@@ -76,8 +76,8 @@ class TimedTransfers:
         del self._receivers[name], self._senders[name]
 
     def of(self, name: str) -> tuple[NetworkCard, NetworkCard]:
-        """Out of an instance, and into it."""
-        return self._senders[name].lane, self._receivers[name].lane
+        """The cards out of an instance and into it."""
+        return self._senders[name].card, self._receivers[name].card
 
     def receiver(self, name: str) -> TimedReceiver:
         return self._receivers[name]
@@ -85,18 +85,18 @@ class TimedTransfers:
 
 @dataclass(slots=True)
 class _Arrival:
-    """What one hand-over still lacks at the instance that decodes it."""
+    """The blocks of one hand-over that have not arrived yet."""
 
     missing: int
-    """Blocks."""
+    """Number of blocks."""
     asked: bool = False
     told_us: int = -ARRIVING_EVERY_US
 
 
 class TimedReceiver:
-    def __init__(self, host: Host, road: KvLinkModel, report: Report) -> None:
+    def __init__(self, host: Host, kv_link: KvLinkModel, report: Report) -> None:
         self.host = host
-        self.lane = NetworkCard(road.lane_bytes_per_s)
+        self.card = NetworkCard(kv_link.card_bytes_per_s)
         self._report = report
         self._arrivals: dict[Handover, _Arrival] = {}
 
@@ -136,7 +136,7 @@ class TimedReceiver:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Some blocks of one hand-over, as they were ordered."""
+    """One Ship order: some blocks of one hand-over."""
 
     handover: Handover
     blocks: int
@@ -144,16 +144,16 @@ class _Part:
 
 
 class TimedSender:
-    def __init__(self, lanes: TimedTransfers, name: str, host: Host, report: Report) -> None:
-        self.lane = NetworkCard(lanes.road.lane_bytes_per_s)
-        self._lanes = lanes
-        self._road = lanes.road
+    def __init__(self, transfers: TimedTransfers, name: str, host: Host, report: Report) -> None:
+        self.card = NetworkCard(transfers.kv_link.card_bytes_per_s)
+        self._transfers = transfers
+        self._kv_link = transfers.kv_link
         self._name = PeerId(name)
         self._host = host
         self._report = report
         self._open: set[Handover] = set()
         self._parts: dict[int, list[_Part]] = defaultdict(list)
-        """By the step that will compute them."""
+        """Orders by the step that computes their blocks."""
 
     @property
     def open(self) -> int:
@@ -165,7 +165,7 @@ class TimedSender:
     def ship(self, handover: Handover, step: int | None, first: int, upto: int, last: bool) -> None:
         part = _Part(handover, upto - first, last)
         if step is None:
-            self._send(part, self._road.layers, begins=True, ends=True)
+            self._send(part, self._kv_link.layers, begins=True, ends=True)
         else:
             self._parts[step].append(part)
 
@@ -179,25 +179,25 @@ class TimedSender:
         return step in self._parts
 
     def layers_us(self, takes_us: int) -> Sequence[int]:
-        layers = self._road.layers
+        layers = self._kv_link.layers
         return [takes_us * (layer + 1) // layers for layer in range(layers)]
 
     def layer_done(self, step: int, layer: int) -> None:
         for part in self._parts[step]:
-            self._send(part, 1, begins=layer == 0, ends=layer == self._road.layers - 1)
+            self._send(part, 1, begins=layer == 0, ends=layer == self._kv_link.layers - 1)
 
     def step_done(self, step: int) -> None:
         self._parts.pop(step, None)
 
     def _send(self, part: _Part, layers: int, *, begins: bool, ends: bool) -> None:
-        """So many layers of it, the first or last ones among them or not."""
-        handover, road = part.handover, self._road
+        """Send `layers` layers of it; `begins` and `ends` say whether the first and the last layer are among them."""
+        handover, kv_link = part.handover, self._kv_link
         if handover not in self._open:
             return
-        receiver = self._lanes.receiver(handover.peer)
-        size = part.blocks * road.block_bytes * layers / road.layers
-        left_us = self.lane.carry(self._host.world.now_us, size)
-        landed_us = receiver.lane.carry(left_us - size * 1e6 / road.lane_bytes_per_s, size) + road.delay_us
+        receiver = self._transfers.receiver(handover.peer)
+        size = part.blocks * kv_link.block_bytes * layers / kv_link.layers
+        left_us = self.card.transmit(self._host.world.now_us, size)
+        landed_us = receiver.card.transmit(left_us - size * 1e6 / kv_link.card_bytes_per_s, size) + kv_link.delay_us
         theirs = handover._replace(peer=self._name)
         if begins and part.blocks:
             receiver.host.at(round(landed_us), receiver.coming, theirs)

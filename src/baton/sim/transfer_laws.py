@@ -1,7 +1,7 @@
-"""What was promised about KV outside the pool, checked on what one worker hears and orders.
+"""Checks of KV transfers outside the pool on the events and effects of one worker.
 
-Owns the book of one life: which copies and questions to the store are under way, what each reads and writes, how often the
-store has failed, and who waits to be told that it goes elsewhere. The bytes themselves are checked by `porters`.
+Owns the record of one life: open copies and store operations, what each reads and writes, failures of the store, and
+requests that wait to be rescheduled. The bytes themselves are checked in `storage_copies`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,15 @@ from baton.core.tiers.transfers import (
     TransferId,
 )
 from baton.sim.handover_laws import PASS_US
-from baton.sim.law_names import DEPARTS_IN_TIME, ENDS_AT_ONCE, HAULS_BOUND, HAULS_END, LEFT_ALONE, UNTOUCHED, LawBroken
+from baton.sim.law_names import (
+    DEPARTS_IN_TIME,
+    ENDS_AT_ONCE,
+    LEFT_ALONE,
+    TRANSFERS_BOUND,
+    TRANSFERS_END,
+    UNTOUCHED,
+    LawBroken,
+)
 
 NOTHING: frozenset[int] = frozenset()
 
@@ -45,7 +53,7 @@ class TransferClass(Enum):
 
 
 class TransferEnd(Enum):
-    """How a haul can end, as far as its driver is concerned."""
+    """The end of a transfer, as its driver reports it."""
 
     DONE = "all of it done"
     PARTLY = "some of it missing"
@@ -56,19 +64,19 @@ class TransferEnd(Enum):
 
 COPIES = (TransferClass.OUT, TransferClass.IN)
 OF_STORE = (TransferClass.LOOK, TransferClass.GET, TransferClass.PUT)
-HAUL_ENDS = [
+TRANSFER_ENDS = [
     (kind, end) for kind in TransferClass for end in TransferEnd if not (kind in COPIES and end is TransferEnd.PARTLY)
 ]
 
 
 class WorkerView(Protocol):
-    """What only the judge may know of a worker."""
+    """State of the worker that its events and effects do not show."""
 
     def knows(self, serial: Serial) -> bool:
         """Whether it has this request, waiting or in a slot."""
 
     def loads(self) -> list[tuple[TransferId, Serial]]:
-        """Copies to the device that are under way for clients' requests, and for which."""
+        """Open copies to the device for clients' requests, and the request of each."""
 
 
 @dataclass(slots=True)
@@ -85,13 +93,13 @@ class _Open:
 
 @dataclass(slots=True)
 class _Store:
-    """What one kind of question to the store has come to: it may answer some and hang in others."""
+    """Failures and back-off of one kind of store operation; each kind fails on its own."""
 
     failures: int = 0
-    """In a row."""
+    """Consecutive failures."""
     alone_until_us: int | None = None
     tries: bool = False
-    """It was asked again since."""
+    """Whether one operation was tried again since the back-off ended."""
 
 
 class TransferLaws:
@@ -103,13 +111,13 @@ class TransferLaws:
         self._last = -1
         self._stores = {kind: _Store() for kind in OF_STORE}
         self._departing: dict[int, int] = {}
-        """Requests that have no slot any more and have not ended, and since when."""
+        """When each request lost its slot that has not ended yet."""
         self._doomed: dict[TransferId, Serial] = {}
-        """Copies for requests that were told to end."""
+        """Copies for requests that were ordered to end."""
         self.looks = 0
-        """How often the store was asked what it has."""
+        """Number of Look orders."""
         self.left_alone = 0
-        """How often the store was given up for a while."""
+        """Number of times that back-off from the store began."""
         self.moves: Counter[tuple[TransferClass, TransferEnd]] = Counter()
 
     @property
@@ -118,8 +126,8 @@ class TransferLaws:
 
     @property
     def arriving_blocks(self) -> int:
-        """Blocks that copies write to."""
-        return sum(len(haul.writes_blocks) for haul in self._open.values())
+        """Blocks that open copies write to."""
+        return sum(len(transfer.writes_blocks) for transfer in self._open.values())
 
     def note(
         self,
@@ -130,7 +138,7 @@ class TransferLaws:
         deadline_us: int | None,
         now_us: int,
     ) -> None:
-        """After each event; `accepted`: what clients were promised and have not been told the end of."""
+        """Called after each event; `accepted`: serials of accepted requests whose end was not reported."""
         if isinstance(event, TransferDone | TransferFailed | TransferFenced):
             self._ended(behind, event, now_us)
         for effect in effects:
@@ -141,15 +149,15 @@ class TransferLaws:
         if self._open or self._departing:
             self._in_time(isinstance(event, Tick), deadline_us, now_us)
 
-    # ── what is open ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the record ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _ended(self, behind: WorkerView, event: StorageEvent, now_us: int) -> None:
-        haul = self._open.pop(event.transfer, None)
-        if haul is None:
+        transfer = self._open.pop(event.transfer, None)
+        if transfer is None:
             return
-        self.moves[haul.kind, _end_of(haul, event)] += 1
-        if haul.kind in OF_STORE and not haul.fencing:
-            self._judge_store(haul.kind, isinstance(event, TransferDone), now_us)
+        self.moves[transfer.kind, _end_of(transfer, event)] += 1
+        if transfer.kind in OF_STORE and not transfer.fencing:
+            self._judge_store(transfer.kind, isinstance(event, TransferDone), now_us)
         serial = self._doomed.pop(event.transfer, None)
         if serial is not None and behind.knows(serial):
             raise LawBroken(
@@ -159,45 +167,45 @@ class TransferLaws:
     def _note_effect(self, effect: Effect, now_us: int) -> None:
         config = self._config
         match effect:
-            case CopyOut(haul, blocks, rows):
+            case CopyOut(transfer, blocks, rows):
                 out = _Open(TransferClass.OUT, now_us, config.copy_us, reads_blocks=_set(blocks), writes_rows=_set(rows))
-                self._ordered(haul, out, len(rows))
-            case CopyIn(haul, rows, blocks):
+                self._ordered(transfer, out, len(rows))
+            case CopyIn(transfer, rows, blocks):
                 into = _Open(TransferClass.IN, now_us, config.copy_us, reads_rows=_set(rows), writes_blocks=_set(blocks))
-                self._ordered(haul, into, 0)
-            case Look(haul):
+                self._ordered(transfer, into, 0)
+            case Look(transfer):
                 self.looks += 1
-                self._ordered(haul, _Open(TransferClass.LOOK, now_us, config.look_us), 0)
-            case Get(haul, _, rows):
-                self._ordered(haul, _Open(TransferClass.GET, now_us, config.get_us, writes_rows=_set(rows)), len(rows))
-            case Put(haul, _, rows):
-                self._ordered(haul, _Open(TransferClass.PUT, now_us, config.put_us, reads_rows=_set(rows)), len(rows))
-            case FenceTransfer(haul):
-                self._fencing(haul, now_us)
+                self._ordered(transfer, _Open(TransferClass.LOOK, now_us, config.look_us), 0)
+            case Get(transfer, _, rows):
+                self._ordered(transfer, _Open(TransferClass.GET, now_us, config.get_us, writes_rows=_set(rows)), len(rows))
+            case Put(transfer, _, rows):
+                self._ordered(transfer, _Open(TransferClass.PUT, now_us, config.put_us, reads_rows=_set(rows)), len(rows))
+            case FenceTransfer(transfer):
+                self._fencing(transfer, now_us)
             case Launch(plan):
                 self._touches_nothing(plan)
 
-    def _ordered(self, haul: TransferId, new: _Open, blocks: int) -> None:
-        if haul <= self._last:
-            raise LawBroken(UNTOUCHED, f"{self._where}: haul {haul} is ordered after haul {self._last}")
-        self._last = haul
+    def _ordered(self, transfer: TransferId, new: _Open, blocks: int) -> None:
+        if transfer <= self._last:
+            raise LawBroken(UNTOUCHED, f"{self._where}: haul {transfer} is ordered after haul {self._last}")
+        self._last = transfer
         for other, old in self._open.items():
             if _meet(new, old):
-                raise LawBroken(UNTOUCHED, f"{self._where}: haul {haul} ({new}) meets haul {other} ({old})")
+                raise LawBroken(UNTOUCHED, f"{self._where}: haul {transfer} ({new}) meets haul {other} ({old})")
         same = sum(old.kind is new.kind for old in self._open.values())
         if blocks > self._config.transfer_blocks or (new.kind in OF_STORE and same >= self._config.transfers_max):
-            raise LawBroken(HAULS_BOUND, f"{self._where}: haul {haul} has {blocks} blocks, {same} like it are open")
+            raise LawBroken(TRANSFERS_BOUND, f"{self._where}: haul {transfer} has {blocks} blocks, {same} like it are open")
         if new.kind in OF_STORE:
-            self._may_ask(haul, new)
-        self._open[haul] = new
+            self._may_ask(transfer, new)
+        self._open[transfer] = new
 
     def _fencing(self, number: TransferId, now_us: int) -> None:
-        haul = self._open.get(number)
-        if haul is None or haul.fencing:
-            raise LawBroken(HAULS_END, f"{self._where} fences haul {number}, which has ended or is being fenced")
-        haul.fencing = True
-        if haul.kind in OF_STORE:
-            self._judge_store(haul.kind, False, now_us)
+        transfer = self._open.get(number)
+        if transfer is None or transfer.fencing:
+            raise LawBroken(TRANSFERS_END, f"{self._where} fences haul {number}, which has ended or is being fenced")
+        transfer.fencing = True
+        if transfer.kind in OF_STORE:
+            self._judge_store(transfer.kind, False, now_us)
 
     # ── the store ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -212,34 +220,34 @@ class TransferLaws:
             store.alone_until_us, store.tries = now_us + self._config.retry_us, False
         self.left_alone += opens
 
-    def _may_ask(self, haul: TransferId, new: _Open) -> None:
-        """Once the time is over, one question shows whether it is there again."""
+    def _may_ask(self, transfer: TransferId, new: _Open) -> None:
+        """After back-off, a single operation may be tried."""
         store = self._stores[new.kind]
         if store.alone_until_us is None:
             return
         if store.tries or new.since_us < store.alone_until_us:
-            raise LawBroken(LEFT_ALONE, f"{self._where} asks it with haul {haul} after {store.failures} failures: {new}")
+            raise LawBroken(LEFT_ALONE, f"{self._where} asks it with haul {transfer} after {store.failures} failures: {new}")
         store.tries = True
 
     # ── laws ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _touches_nothing(self, plan: StepPlan) -> None:
-        """No step may write where a copy reads, or be told of a block before its KV is there."""
+        """Check that no step writes to blocks that a copy reads, or uses blocks whose KV has not arrived."""
         fresh = {*plan.grow_blocks.tolist(), *(copy.target for copy in plan.copies)}
         used = fresh.union(block for start in plan.starts for block in start.blocks.tolist())
-        for number, haul in self._open.items():
-            if not haul.reads_blocks.isdisjoint(fresh) or not haul.writes_blocks.isdisjoint(used):
-                raise LawBroken(UNTOUCHED, f"{self._where} plans with blocks of haul {number}: {haul}")
+        for number, transfer in self._open.items():
+            if not transfer.reads_blocks.isdisjoint(fresh) or not transfer.writes_blocks.isdisjoint(used):
+                raise LawBroken(UNTOUCHED, f"{self._where} plans with blocks of haul {number}: {transfer}")
 
     def _lets_go(self, behind: WorkerView, event: Event) -> None:
-        """A copy for a request that is told to end is fenced at once, and the request ends with it."""
+        """Check that a copy for a request that is ordered to end is fenced at once; the request ends with it."""
         if not isinstance(event, Cancel | StopAt | FrontEndLost):
             return
-        for haul, serial in behind.loads():
+        for transfer, serial in behind.loads():
             if isinstance(event, FrontEndLost) or serial == event.serial:
-                self._doomed[haul] = serial
-                if not self._open[haul].fencing:
-                    raise LawBroken(ENDS_AT_ONCE, f"{self._where} goes on with haul {haul} for request {serial}")
+                self._doomed[transfer] = serial
+                if not self._open[transfer].fencing:
+                    raise LawBroken(ENDS_AT_ONCE, f"{self._where} goes on with haul {transfer} for request {serial}")
 
     def _note_departures(self, behind: WorkerView, event: Event, accepted: Collection[int], now_us: int) -> None:
         if isinstance(event, StepDone):
@@ -252,9 +260,11 @@ class TransferLaws:
             raise LawBroken(ENDS_AT_ONCE, f"{self._where} keeps {list(self._departing)} for nobody")
 
     def _in_time(self, is_pass: bool, deadline_us: int | None, now_us: int) -> None:
-        for number, haul in self._open.items():
-            if not haul.fencing:
-                self._due(HAULS_END, f"haul {number}", haul.since_us + haul.limit_us, is_pass, deadline_us, now_us)
+        for number, transfer in self._open.items():
+            if not transfer.fencing:
+                self._due(
+                    TRANSFERS_END, f"haul {number}", transfer.since_us + transfer.limit_us, is_pass, deadline_us, now_us
+                )
         for serial, at_us in self._departing.items():
             end_us = at_us + self._config.depart_us
             self._due(DEPARTS_IN_TIME, f"request {serial}", end_us, is_pass, deadline_us, now_us)
@@ -273,11 +283,11 @@ def _meet(new: _Open, old: _Open) -> bool:
     return bool(blocks or rows)
 
 
-def _end_of(haul: _Open, event: StorageEvent) -> TransferEnd:
+def _end_of(transfer: _Open, event: StorageEvent) -> TransferEnd:
     match event:
         case TransferFenced():
             return TransferEnd.FENCED
-        case _ if haul.fencing:
+        case _ if transfer.fencing:
             return TransferEnd.DONE_LATE
         case TransferFailed():
             return TransferEnd.FAILED

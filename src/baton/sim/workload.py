@@ -1,6 +1,6 @@
-"""Loads that are made up: equal requests or equal conversations, at a Poisson rate or from a number of clients.
+"""Synthetic loads: equal requests or equal conversations, at a Poisson rate or from a number of clients.
 
-Owns the shapes of such loads and their arrivals. Lengths are fixed; the seed decides only when requests arrive.
+Owns the shapes of such loads and their arrivals. Lengths are fixed; the seed decides only arrival times.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from baton.core.errors import BatonError
 from baton.sim.cluster import PlannedRequest
 
 CALLS_MAX = 1_000_000
-# What a random stream is for, so that no two uses of one seed ever draw the same stream.
+# The purpose of a random stream, so that two uses of one seed never draw the same stream.
 _ARRIVALS = 0
 
 
 class BadWorkload(BatonError):
-    """A load that cannot be made, or not run; the message names the numbers."""
+    """A load that cannot be generated or run; the message names the numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +28,14 @@ class SyntheticLoad:
 
     conversations: int
     input_tokens: int
-    """New in each round; the history comes before them."""
+    """New tokens of each round, after the history."""
     output_tokens: int
     max_tokens: int | None = None
-    """What clients declare; None: what the answer needs. Never less than that."""
+    """The limit that clients declare, at least `output_tokens`; None: `output_tokens`."""
     rounds: int = 1
     think_us: int = 0
     rate_per_s: float | None = None
-    """New conversations; None: whenever a client is free."""
+    """New conversations per second; None: one whenever a client is free."""
 
     def __post_init__(self) -> None:
         for name in ("conversations", "input_tokens", "output_tokens", "rounds"):
@@ -58,11 +58,11 @@ class SyntheticLoad:
 
     @property
     def sequence_tokens_max(self) -> int:
-        """The last round's prompt, which has all former rounds before it, and what that round declares."""
+        """The last round's prompt, with all former rounds, plus its declared tokens."""
         return self.rounds * self.input_tokens + (self.rounds - 1) * self.output_tokens + self.declared_tokens
 
     def calls(self, seed: int) -> list[PlannedRequest]:
-        """Conversation after conversation, each with its rounds in order."""
+        """The calls of one conversation after another, rounds in order."""
         arrivals = poisson_us(self.rate_per_s, seed) if self.rate_per_s is not None else None
         made: list[PlannedRequest] = []
         for conversation in range(self.conversations):
@@ -82,7 +82,7 @@ class SyntheticLoad:
 
 
 def poisson_us(rate_per_s: float, seed: int) -> Iterator[int]:
-    """Microseconds after the start at which a Poisson process of that rate fires; endless."""
+    """Arrival times of a Poisson process in microseconds after the start; endless."""
     draw = np.random.default_rng([seed, _ARRIVALS])
     at_s = 0.0
     while True:

@@ -1,16 +1,16 @@
-"""Virtual time: one heap of events, one random stream a component, and the story of what happened.
+"""Virtual time: one heap of events, one random stream per component, and the story of what happened.
 
-Owns the clock and the order of events. Time is in integer microseconds; events at one moment happen in the order in which
-they were asked for (heap keys are (time, sequence)). Everything random in a world comes from `stream(name)`, which depends
-on the seed and the name alone: a component that draws more or less does not disturb the others. Nothing here reads a real
-clock, iterates a set or asks for `hash()`, so one seed is one run, in any process.
+Owns the clock and the order of events. Time is in integer microseconds; events at one time happen in the order in which they
+were scheduled (heap keys are (time, sequence)). All randomness in a world comes from `stream(name)`, which depends on the
+seed and the name alone: a component that draws more or less does not change the others. Nothing here reads a real clock,
+iterates a set or uses `hash()`, so a seed gives the same run in any process.
 
-An actor is any object that asks its host for events:
+An actor is any object that schedules events on its host:
 
     host.after(delay_us, self._wake, argument)      happens later, unless the host has crashed by then
-    alarm = Alarm(host, self._wake); alarm.set(at)  for objects that are pulled: `alarm.set(worker.next_deadline())`
+    alarm = Alarm(host, self._wake); alarm.set(at)  for objects with deadlines: `alarm.set(worker.next_deadline())`
 
-A host is a machine that can crash (its events never happen) and pause (they happen when it wakes up).
+A host is a machine that can crash (its events never happen) and pause (they happen when it is resumed).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Act = Callable[..., None]
 
 
 class EventsExhausted(BatonError):
-    """The run took more events than its bound: something goes round in circles."""
+    """The run exceeded its bound on events, as in an endless loop."""
 
 
 def stream_of(seed: int, name: str) -> random.Random:
@@ -43,11 +43,11 @@ class World:
         self.now_us = 0
         self.events = 0
         self.progress_us = 0
-        """When something last happened that was more than a sign of life."""
+        """When `progressed` was last called: something other than a heartbeat happened."""
         self.fired: Counter[str] = Counter()
-        """How often each fault fired."""
+        """Number of times each fault was injected."""
         self.keeps_notes = keep_digest or tell_story
-        """Whether `note` does anything; ask before making a line costs something."""
+        """Whether `note` has an effect; check it before building a costly line."""
         self.story: deque[str] = deque(maxlen=STORY_LINES_MAX)
         self._tell_story = tell_story
         self._events_max = events_max
@@ -68,11 +68,11 @@ class World:
 
     @property
     def next_us(self) -> int | None:
-        """When the next event is due; None: nothing will ever happen again."""
+        """Time of the next event; None: there is none."""
         return self._heap[0][0] if self._heap else None
 
     def step(self) -> None:
-        """Let the next event happen."""
+        """Run the next event."""
         if self.events >= self._events_max:
             raise EventsExhausted(f"{self.events} events by {self.now_us} µs, and no end")
         self.events += 1
@@ -82,20 +82,20 @@ class World:
             self._ambush[1]()
 
     def ambush(self, event: int, act: Act) -> None:
-        """Let something happen right after the event with this number."""
+        """Run `act` right after the event with this number."""
         self._ambush = (event, act)
 
     def progressed(self) -> None:
         self.progress_us = self.now_us
 
     def fire(self, fault: str, where: str) -> None:
-        """A fault happens."""
+        """Count and note a fault."""
         self.fired[fault] += 1
         if self.keeps_notes:
             self.note(where, f"fault: {fault}")
 
     def note(self, who: str, what: str) -> None:
-        """One line of the story. The digest covers every line, whether it is kept or not."""
+        """Add one line to the story. The digest covers every line, whether it is kept or not."""
         line = f"{self.now_us} {who} {what}"
         self._digest.update(line.encode())
         if self._tell_story:
@@ -106,13 +106,13 @@ class World:
 
 
 class Host:
-    """A machine: what runs on it stops at a crash and stands still in a pause."""
+    """A machine: a crash discards its events, a pause delays them."""
 
     def __init__(self, world: World, name: str) -> None:
         self.world = world
         self.name = name
         self.lives = 0
-        """Changes with every crash: events of an earlier life never happen."""
+        """Number of crashes; events of an earlier life never happen."""
         self.up = True
         self._paused = False
         self._held: list[tuple[int, Act, tuple[object, ...]]] = []
@@ -135,7 +135,7 @@ class Host:
         self._paused = True
 
     def resume(self) -> None:
-        """Everything that was due meanwhile happens now, in its order."""
+        """Run the events that were due during the pause, in order."""
         self._paused = False
         held, self._held = self._held, []
         for life, act, arguments in held:
@@ -146,7 +146,7 @@ class Host:
         return self._paused
 
     def run(self, act: Act, *arguments: object) -> None:
-        """Now, unless the host is down or asleep."""
+        """Run now; when the host is resumed, if it is paused; never, if it is down."""
         self._run(self.lives, act, arguments)
 
     def _run(self, life: int, act: Act, arguments: tuple[object, ...]) -> None:
@@ -159,14 +159,14 @@ class Host:
 
 
 class Alarm:
-    """Wakes an actor at the last time that was set, and at no other."""
+    """Wakes an actor at the time that was set last, and at no other."""
 
     def __init__(self, host: Host, wake: Callable[[], None]) -> None:
         self._host = host
         self._wake = wake
         self._at_us: int | None = None
         self._armed_us: int | None = None
-        """The earliest event of ours in the heap: setting a later time waits for that one, then asks again."""
+        """Time of our earliest event in the heap; a later alarm is scheduled when that event runs."""
 
     def set(self, at_us: int | None) -> None:
         self._at_us = at_us

@@ -1,7 +1,7 @@
-"""Whoever speaks to a router without belonging to its fleet: an old life of an instance, and frames that nobody should send.
+"""Processes that speak to a router without being members: old lives of instances, and senders of forged frames.
 
-Both have the key of the cluster, so the router listens to them: an old life is turned away for ever, and whoever breaks the
-rules of the conversation is hung up on. Neither may change anything for anybody else.
+Both have the key of the cluster, so the router reads their frames: an old life must be fenced, and a sender that breaks the
+protocol must be disconnected. Neither may affect any other process.
 """
 
 from __future__ import annotations
@@ -34,17 +34,15 @@ from baton.wire.router_messages import (
     encode_membership,
 )
 
-TOLD_WITHIN_US = 5_000_000
-
 
 class ZombieInstance:
-    """A process that a later one of the same name has replaced, and that was never told: it was cut off, or asleep."""
+    """A process that was replaced by a later one of the same name while it was cut off or paused, and does not know it."""
 
-    def __init__(self, world: World, lines: Lines, gate: RouterHost, join: Join, number: int) -> None:
+    def __init__(self, world: World, lines: Lines, router_host: RouterHost, join: Join, number: int) -> None:
         self.host = Host(world, f"old life {number}")
-        self._gate = gate
+        self._router_host = router_host
         self._join = join
-        self.relay = InstanceSessions(join)
+        self.sessions = InstanceSessions(join)
         self._outbox: deque[bytes] = deque()
         self.line = lines.initiator(self.host, *line_names(number), self)
 
@@ -52,20 +50,20 @@ class ZombieInstance:
         self.line.open()
 
     def stop(self) -> None:
-        """Its operator has noticed."""
+        """Its operator ends it."""
         self.host.crash()
 
     def opened(self) -> None:
-        for message in self.relay.opened(self.host.world.now_us):
+        for message in self.sessions.opened(self.host.world.now_us):
             self._say(message)
 
     def lost(self, reason: str) -> None:
         self._outbox.clear()
-        self.relay.lost(reason, self.host.world.now_us)
+        self.sessions.lost(reason, self.host.world.now_us)
 
     def took(self, frames: list[bytes]) -> None:
         for frame in frames:
-            self._carry_out(self.relay.receive(decode_from_router(frame), self.host.world.now_us))
+            self._carry_out(self.sessions.receive(decode_from_router(frame), self.host.world.now_us))
         self._post()
 
     def _carry_out(self, out: SessionEffects) -> None:
@@ -73,12 +71,12 @@ class ZombieInstance:
         if out.fenced is not None:
             self.host.world.fire(Fault.OUTLIVED, self.host.name)
             self.line.close("fenced")
-            self.relay.lost("fenced", now_us)
+            self.sessions.lost("fenced", now_us)
             return
         for order in out.orders:
-            if isinstance(order, Submit):  # it was welcomed: the router knew nothing of the later life
+            if isinstance(order, Submit):  # it was welcomed: the router did not know the later life
                 no = Refusal(RefusalCode.DRAINING, "an old life takes nothing")
-                self._carry_out(self.relay.take(refused(order.ticket, no), now_us))
+                self._carry_out(self.sessions.take(refused(order.ticket, no), now_us))
         for message in out.messages:
             self._say(message)
         if out.turned_away is not None:
@@ -94,11 +92,11 @@ class ZombieInstance:
             self.line.send(self._outbox.popleft())
 
 
-# ── frames that nobody should send ───────────────────────────────────────────────────────────────────────────────────────
+# ── forged frames ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 BILL = Bill()
 NOBODYS = 999_999
-"""A serial and a ticket that nobody has."""
+"""A serial and a ticket that do not exist."""
 
 
 def _tokens_for_nobody(count: int = 1) -> StepOutput:
@@ -117,7 +115,7 @@ def _held(origin: bytes, choice: int = 0, body_choices: int = 1, serial: int = 1
 
 
 def forged_by_a_member(stream: random.Random) -> bytes:
-    """Something that a member of the fleet never says; whoever says it is hung up on."""
+    """A frame that a member never sends; the router must disconnect its sender."""
     messages: tuple[FromInstance, ...] = (
         _tokens_for_nobody(),
         _tokens_for_nobody(3),
@@ -132,7 +130,7 @@ def forged_by_a_member(stream: random.Random) -> bytes:
 
 
 def forged(stream: random.Random, known: Join) -> list[bytes]:
-    """What somebody says who is no member and will not be one: `known` is one."""
+    """Frames of a process that is no member and may not become one; `known` is the Join of a member."""
     alien = _like(known, "stranger", known.incarnation, known.role, b"another model")
     wizard = _like(known, "stranger", known.incarnation, "wizard", known.fingerprint)
     outlived = _like(known, known.name, 1, known.role, known.fingerprint)
@@ -151,7 +149,7 @@ def forged(stream: random.Random, known: Join) -> list[bytes]:
         (Accepted(0, (0,)),),
     )
     frames = [encode_membership(message) for message in stream.choice(talks)]
-    if len(frames) > 1 and stream.random() < 0.3:  # never who it says it is
+    if len(frames) > 1 and stream.random() < 0.3:  # never the Join, so that it is not accepted
         spoilt = bytearray(frames[-1])
         spoilt[stream.randrange(len(spoilt))] ^= 1 << stream.randrange(8)
         frames[-1] = bytes(spoilt)
