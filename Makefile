@@ -66,7 +66,7 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/tidy
+	$(BIN)/python -m pytest -q tests/tidy tests/surface/test_reference.py
 
 format: $(READY)
 	$(BIN)/ruff format .
