@@ -83,7 +83,7 @@ def baton_router(*options: str, wait: bool = True) -> contextlib.AbstractContext
 def refused_by_serve(*options: str) -> tuple[int, str]:
     """Exit status and output of a `baton serve` that must not come to serving; only its engine is a process of its own."""
     accepted = AssertionError(f"these options are accepted: {' '.join(options)}")
-    with patch("baton.node.service.HttpServer", side_effect=accepted), patch("baton.node.service.leave_torch_out"):
+    with patch("baton.node.service.HttpServer", side_effect=accepted), patch("baton.node.service.block_torch_import"):
         result = CliRunner().invoke(app, ["serve", "--port", "0", *options], env={"COLUMNS": "300"})
     return result.exit_code, result.output
 
