@@ -23,10 +23,10 @@ setup: $(READY)
 serve: $(READY)
 	$(BIN)/baton up --demo --router-port $(PORT)
 
-# Three at a time. Those that start processes mostly wait for them, and what they wait for has time limits: they go first. The
-# others only compute, and take what is left of two cores.
-LAWS := tests/core tests/laws tests/mutations tests/sim tests/wire
-ENGINES := tests/contract tests/executor tests/kv tests/parity
+# Three at a time, of about as many seconds each. Those that start processes mostly wait for them, and what they wait for has
+# time limits: they go first. The others only compute, and take what is left of two cores.
+LAWS := tests/bench tests/benchmarks tests/core tests/laws tests/mutations tests/sim tests/wire
+ENGINES := tests/contract tests/docs tests/executor tests/kv tests/parity tests/surface
 ELSEWHERE := tests/tidy
 
 # Quick, for every change. T names files, folders or tests; a test that is named itself is run though it be slow.
@@ -48,7 +48,7 @@ endif
 
 # One after the other, with nothing beside it: some of it measures time.
 test-long: $(READY)
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow --durations=30
 	$(BIN)/baton sim fuzz --seeds $(WORLDS)
 
 test-all:
@@ -67,7 +67,7 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/tidy
+	$(BIN)/python -m pytest -q tests/tidy tests/surface/test_reference.py
 
 format: $(READY)
 	$(BIN)/ruff format .

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from baton.bench.tiny_model import make_tiny
 from tests.support.cluster import Body, all_at_once, cluster, complete, handed_over, tokens
 from tests.support.server import ServerProcess, baton_serve
 
@@ -31,19 +29,14 @@ BODIES: list[Body] = [
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    folder: Path = tmp_path_factory.mktemp("tiny")
-    make_tiny(folder)
-    return (
-        str(folder), "--dtype", "float64", "--threads", "1", "--kv-memory", "64M", "--max-num-seqs", "8",
-        "--max-num-batched-tokens", "64", "--served-model-name", "m", "--max-model-len", "256",
-    )  # fmt: skip
+def model(tiny_options: tuple[str, ...]) -> tuple[str, ...]:
+    own = ("--kv-memory", "64M", "--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--max-model-len", "256")
+    return (*tiny_options, *own)
 
 
 @pytest.fixture(scope="module")
-def plain(model: tuple[str, ...]) -> Iterator[ServerProcess]:
-    with baton_serve(*model) as server:
-        yield server
+def plain(plain_tiny: ServerProcess) -> ServerProcess:
+    return plain_tiny
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +94,7 @@ def test_under_kv_pressure_too(model: tuple[str, ...], plain: ServerProcess) -> 
         assert drafts(server)[1] > 0
 
 
+@pytest.mark.slow
 def test_naive_goes_the_same_way_and_guesses_nothing(model: tuple[str, ...], expected: list[list[list[int]]]) -> None:
     with baton_serve(*model, "--speculate", "naive") as server:
         assert all_at_once(server.url, BODIES) == expected

@@ -11,6 +11,9 @@ from pathlib import Path
 import httpx2 as httpx
 import pytest
 
+from baton.core.engine.request import Sampling
+from baton.executor.scripted import undisturbed
+from baton.node.scripted_text import BYTE_VOCABULARY
 from tests.support.cluster import (
     Cluster,
     cluster,
@@ -33,8 +36,8 @@ NOWHERE = "127.0.0.1:9"
 
 @pytest.fixture(scope="module")
 def wanted() -> list[list[int]]:
-    with baton_serve(*SCRIPTED) as mixed:
-        return tokens(mixed.url, prompt=PROMPT)
+    """The tokens of an undisturbed run."""
+    return [undisturbed(PROMPT, Sampling(seed=0, temperature=0.0), 24, BYTE_VOCABULARY)]
 
 
 def test_without_a_peer_in_reach_the_instance_is_ready_and_prefills_itself(wanted: list[list[int]]) -> None:
@@ -151,31 +154,33 @@ def test_a_giver_that_stands_still_and_wakes_up_later_changes_nothing(wanted: li
             assert tokens(server.url, prompt=PROMPT) == wanted
 
 
-def test_a_giver_that_drains_finishes_what_it_has_begun(wanted: list[list[int]]) -> None:
-    with cluster(*SCRIPTED, *SLOW) as running, ThreadPoolExecutor(1) as one:
-        (taker,) = running.decodes
+def test_a_giver_that_drains_finishes_what_it_has_begun(slow: Cluster, wanted: list[list[int]]) -> None:
+    """The last to use `slow`, whose giver it ends."""
+    (taker,) = slow.decodes
+    made = handed_over(taker)
+    with ThreadPoolExecutor(1) as one:
         asked = one.submit(tokens, taker.url, prompt=PROMPT)
         wait_until(lambda: is_receiving(taker), "KV on its way")
-        assert running.prefill.stop() == 0
+        assert slow.prefill.stop() == 0
         assert asked.result(60) == wanted
-        assert handed_over(taker) == 1
+    assert handed_over(taker) == made + 1
 
 
-def test_a_taker_whose_giver_is_killed_serves_on_and_asks_the_next_one(wanted: list[list[int]]) -> None:
-    with cluster(*SCRIPTED) as running:
-        (taker,) = running.decodes
-        assert tokens(taker.url, prompt=PROMPT) == wanted
-        port = peer_address(running.prefill).rpartition(":")[2]
-        running.prefill.process.send_signal(signal.SIGTERM)
-        running.prefill.process.wait(30)
-        wait_until(lambda: taker.metric("baton_peers") == 0, "the loss to be noticed")
-        assert tokens(taker.url, prompt=[7, *PROMPT])
-        with baton_serve(*SCRIPTED, "--role", "prefill", "--peer-port", port):
-            in_session(taker)
-            made = handed_over(taker)
-            assert tokens(taker.url, prompt=[8, *PROMPT])
-            assert handed_over(taker) == made + 1
-            wait_until(lambda: is_at_rest(taker), "nothing held")
+def test_a_taker_whose_giver_is_killed_serves_on_and_asks_the_next_one(keyed: Cluster, wanted: list[list[int]]) -> None:
+    """The last to use `keyed`, whose giver it ends."""
+    (taker,) = keyed.decodes
+    assert tokens(taker.url, prompt=PROMPT) == wanted
+    port = peer_address(keyed.prefill).rpartition(":")[2]
+    keyed.prefill.process.send_signal(signal.SIGTERM)
+    keyed.prefill.process.wait(30)
+    wait_until(lambda: taker.metric("baton_peers") == 0, "the loss to be noticed")
+    assert tokens(taker.url, prompt=[7, *PROMPT])
+    with baton_serve(*SCRIPTED, *KEY, "--role", "prefill", "--peer-port", port):
+        in_session(taker)
+        made = handed_over(taker)
+        assert tokens(taker.url, prompt=[8, *PROMPT])
+        assert handed_over(taker) == made + 1
+        wait_until(lambda: is_at_rest(taker), "nothing held")
 
 
 def test_an_engine_leaves_nothing_in_the_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
-from baton.bench.tiny_model import make_tiny
 from baton.kv.transfer_contract import available
 from tests.support.cluster import (
     Body,
@@ -24,7 +22,8 @@ from tests.support.cluster import (
 )
 from tests.support.server import ServerProcess, baton_serve
 
-CHUNKED = ("--max-num-batched-tokens", "48", "--max-num-seqs", "16", "--served-model-name", "m", "--max-model-len", "512")
+CHUNKED = ("--max-num-batched-tokens", "48", "--max-num-seqs", "16", "--max-model-len", "512")
+SCRIPTED = ("--executor", "scripted", "--served-model-name", "m", *CHUNKED)
 ATTEMPTS_MAX = 10
 TIGHT = ("--kv-blocks", "34", "--reserve", "none", "--step-ms", "8")
 """Room for one request of the longest kind, and for the beginnings of several, which are at it long enough to meet."""
@@ -50,18 +49,17 @@ PROMPTS = sum(len(body["prompt"]) if isinstance(body["prompt"][0], list) else 1 
 
 
 @pytest.fixture(scope="module", params=[pytest.param("scripted", marks=pytest.mark.slow), "tiny"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    if request.param == "scripted":
-        return ("--executor", "scripted", *CHUNKED)
-    folder: Path = tmp_path_factory.mktemp("tiny")
-    make_tiny(folder)
-    return (str(folder), "--dtype", "float64", "--threads", "1", "--kv-memory", "64M", *CHUNKED)
+def model(request: pytest.FixtureRequest, tiny_options: tuple[str, ...]) -> tuple[str, ...]:
+    return SCRIPTED if request.param == "scripted" else (*tiny_options, "--kv-memory", "64M", *CHUNKED)
 
 
 @pytest.fixture(scope="module")
-def mixed(model: tuple[str, ...]) -> Iterator[ServerProcess]:
-    with baton_serve(*model) as server:
-        yield server
+def mixed(request: pytest.FixtureRequest, model: tuple[str, ...]) -> Iterator[ServerProcess]:
+    if model is SCRIPTED:
+        with baton_serve(*model) as server:
+            yield server
+    else:
+        yield request.getfixturevalue("plain_tiny")
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +69,11 @@ def expected(mixed: ServerProcess) -> list[list[list[int]]]:
 
 @pytest.fixture(scope="module")
 def three(model: tuple[str, ...]) -> Iterator[Cluster]:
-    """One that prefills for three: by shared memory, by TCP, and into a pool too small for what it is asked."""
-    decodes = (("--transfer", "shm"), ("--transfer", "tcp"), TIGHT)
+    """One that prefills for three: by shared memory, by TCP, and into a pool too small for what it is asked.
+
+    And for a fourth, which ends what it preempts.
+    """
+    decodes = (("--transfer", "shm"), ("--transfer", "tcp"), TIGHT, (*TIGHT, "--on-preempt", "reschedule"))
     with cluster(*model, decodes=decodes) as running:
         yield running
 
@@ -99,12 +100,13 @@ def test_kv_may_travel_by_mooncake(model: tuple[str, ...], expected: list[list[l
 
 def test_three_that_decode_share_one_that_prefills(three: Cluster, expected: list[list[list[int]]]) -> None:
     steps = three.prefill.metric("baton_engine_steps_total")
-    before = [handed_over(server) for server in three.decodes]
+    sides = three.decodes[:3]
+    before = [handed_over(server) for server in sides]
     fresh: list[Body] = [{**body, "cache_salt": f"three {at}"} for at, body in enumerate(BODIES)]  # nobody has cached it
-    with ThreadPoolExecutor(3) as sides:
-        answers = list(sides.map(lambda server: all_at_once(server.url, fresh), three.decodes))
+    with ThreadPoolExecutor(3) as clients:
+        answers = list(clients.map(lambda server: all_at_once(server.url, fresh), sides))
     assert answers == [expected] * 3
-    assert [handed_over(server) - made for server, made in zip(three.decodes, before, strict=True)][:2] == [PROMPTS, PROMPTS]
+    assert [handed_over(server) - made for server, made in zip(sides, before, strict=True)][:2] == [PROMPTS, PROMPTS]
     assert three.prefill.metric("baton_engine_steps_total") - steps > PROMPTS
     three.settle()
 
@@ -149,19 +151,18 @@ def test_what_the_taker_has_already_is_not_sent_and_what_the_giver_has_is_not_co
 
 
 def test_who_may_not_resume_is_told_what_was_generated_and_a_client_can_go_on_from_there(
-    model: tuple[str, ...], mixed: ServerProcess
+    three: Cluster, mixed: ServerProcess
 ) -> None:
     prompts = [draw(200 + at, 40) for at in range(8)]
     wanted = tokens(mixed.url, prompt=prompts, max_tokens=80)
-    with cluster(*model, decodes=((*TIGHT, "--on-preempt", "reschedule"),)) as running:
-        (server,) = running.decodes
-        ends = ask_for(server, prompts, 80)
-        assert any(reason == "pd_reschedule" for reason, _ in ends)
-        for prompt, (reason, given), whole in zip(prompts, ends, wanted, strict=True):
-            assert given == whole[: len(given)]
-            assert (reason == "pd_reschedule") == (len(given) < 80)
-            assert go_on(server, prompt, given, 80) == whole
-        running.settle()
+    server = three.decodes[3]
+    ends = ask_for(server, prompts, 80)
+    assert any(reason == "pd_reschedule" for reason, _ in ends)
+    for prompt, (reason, given), whole in zip(prompts, ends, wanted, strict=True):
+        assert given == whole[: len(given)]
+        assert (reason == "pd_reschedule") == (len(given) < 80)
+        assert go_on(server, prompt, given, 80) == whole
+    three.settle()
 
 
 def ask_for(server: ServerProcess, prompts: list[list[int]], max_tokens: int) -> list[tuple[str, list[int]]]:

@@ -149,13 +149,13 @@ def test_a_second_signal_stops_at_once() -> None:
         assert "Traceback" not in server.output()
 
 
-def test_the_engine_goes_when_the_front_end_is_killed() -> None:
-    with baton_serve(*SCRIPTED) as server:
-        engine = os.pidfd_open(server.engine_pid())
-        server.process.kill()
-        gone = threading.Event()
-        threading.Thread(target=lambda: (_wait_readable(engine), gone.set()), daemon=True).start()
-        assert gone.wait(30)
+def test_the_engine_goes_when_the_front_end_is_killed(server: ServerProcess) -> None:
+    """The last to use `server`, which it kills."""
+    engine = os.pidfd_open(server.engine_pid())
+    server.process.kill()
+    gone = threading.Event()
+    threading.Thread(target=lambda: (_wait_readable(engine), gone.set()), daemon=True).start()
+    assert gone.wait(30)
 
 
 def _wait_readable(descriptor: int) -> None:

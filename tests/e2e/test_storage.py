@@ -40,30 +40,17 @@ def ask_all(server: ServerProcess, what: str) -> int:
         return sum(bill[what] for bill in clients.map(lambda prompt: ask(server, prompt), PROMPTS))
 
 
-def test_what_yields_comes_back_from_host_memory() -> None:
-    with baton_serve(*SHORT, "--host-memory", "1M") as server:
-        assert "8192 blocks in host memory" in server.output()
-        assert ask_all(server, "restored_tokens") > 0
-        assert server.metric("baton_kv_loaded_blocks_total") > 0
-        assert server.metric("baton_store_stored_blocks_total") == 0
-
-
-@pytest.mark.parametrize("killed", [False, True])
-def test_what_was_computed_is_there_in_the_next_life(tmp_path: Path, killed: bool) -> None:
+def test_what_was_computed_is_there_in_the_next_life(tmp_path: Path) -> None:
+    """After a drain; `test_tiers_elsewhere` kills instead."""
     options = (*SHORT, "--kv-store", f"file:{tmp_path}/kv")
     with baton_serve(*options) as server:
         ask_all(server, "computed_tokens")
-        if killed:
-            server.process.kill()
-        else:
-            assert server.stop() == 0
+        assert server.stop() == 0
     with baton_serve(*options) as server:
-        restored = ask_all(server, "restored_tokens")
-        assert restored > 0
-        if not killed:
-            whole_blocks = sum((len(prompt) + TOKENS - 1) // 16 for prompt in PROMPTS)
-            assert server.metric("baton_store_fetched_blocks_total") >= len(PROMPTS) * (100 // 16)
-            assert len([*(tmp_path / "kv").rglob("?" * 32)]) >= whole_blocks - len(PROMPTS), "a drain waits for what is kept"
+        assert ask_all(server, "restored_tokens") > 0
+        whole_blocks = sum((len(prompt) + TOKENS - 1) // 16 for prompt in PROMPTS)
+        assert server.metric("baton_store_fetched_blocks_total") >= len(PROMPTS) * (100 // 16)
+        assert len([*(tmp_path / "kv").rglob("?" * 32)]) >= whole_blocks - len(PROMPTS), "a drain waits for what is kept"
 
 
 def test_another_salt_finds_nothing_of_it(tmp_path: Path) -> None:

@@ -62,10 +62,12 @@ def filed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Filed]:
 
 def test_what_yields_or_was_crowded_out_comes_back_from_host_memory_with_the_same_tokens() -> None:
     with baton_serve(*TIGHT, "--host-memory", "1M") as server:
+        assert "8192 blocks in host memory" in server.output()
         first = bills(server.url, mixture())
         assert preempted(first) > 0
         assert restored(first) > 0  # of those that yielded: nothing was there before
         assert restored(bills(server.url, mixture())) > 0
+        assert counts(server.url)["kv_loaded_blocks"] > 0
         assert counts(server.url)["store_stored_blocks"] == 0
 
 

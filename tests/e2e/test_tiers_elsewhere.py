@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from baton.bench.child_processes import free_port
-from baton.bench.tiny_model import make_tiny
 from tests.support.cluster import handed_over, in_session, tokens_of
 from tests.support.fleet import FleetProcess, baton_up
 from tests.support.server import ServerProcess, baton_serve
@@ -119,12 +118,11 @@ def kill(fleet: FleetProcess, name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def split(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerProcess, ServerProcess]]:
+def split(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerProcess, ServerProcess]]:
     """One that prefills and one that decodes, each with too little of everything but the store."""
-    model, store = tmp_path_factory.mktemp("tiny"), tmp_path_factory.mktemp("split")
-    make_tiny(model)
+    store = tmp_path_factory.mktemp("split")
     options = (
-        str(model), "--dtype", "float64", "--threads", "1", "--served-model-name", "m", "--max-num-seqs", "8",
+        str(tiny), "--dtype", "float64", "--threads", "1", "--served-model-name", "m", "--max-num-seqs", "8",
         "--max-model-len", "384", "--kv-blocks", "24", "--reserve", "none", "--bring-back", "always",
         "--host-memory", "600K", "--kv-store", f"file:{store}/kv", "--log-level", "warning", "--no-access-log",
     )  # fmt: skip

@@ -3,7 +3,7 @@
 Every law holds.
 
 The whole walk (every event, both instances, both blows, all kinds of worlds) runs with BATON_TEST_EXHAUSTIVE=1; without it,
-every crash in one kind of world and a sample of everything else.
+a sample. `make test-long` runs every crash in one kind of world.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from baton.sim.scenario import Scenario
 
 WHOLE = os.environ.get("BATON_TEST_EXHAUSTIVE") == "1"
 SAMPLED_EVERY = 1 if WHOLE else 53
+EVERY = [5, pytest.param(1, marks=pytest.mark.slow)]
+"""Each fifth event in `make test`, every one in `make test-long`."""
 KINDS = [(pulls, on_preempt, path) for pulls in (False, True) for on_preempt in OnPreempt for path in PrefillPath]
 
 
@@ -73,17 +75,19 @@ def holds(scenario: Scenario, strike: InjectedBlow) -> None:
     assert broken is None, f"{strike}: {broken}"
 
 
-def test_a_crash_of_an_instance_after_any_event_costs_nobody_a_token() -> None:
+@pytest.mark.parametrize("every", EVERY)
+def test_a_crash_of_an_instance_after_any_event_costs_nobody_a_token(every: int) -> None:
     scenario = fleet_world(EQUALS)
-    for event in range(1, events_of(scenario) + 1):
+    for event in range(1, events_of(scenario) + 1, every):
         verdict = struck(scenario, InjectedBlow(event, 0, BlowKind.CRASH))
         assert verdict.broken is None, f"event {event}: {verdict.broken}"
         assert set(map(str, verdict.ends)) <= {"length", "left", "left early"}
 
 
-def test_a_crash_of_the_router_after_any_event_breaks_no_law() -> None:
+@pytest.mark.parametrize("every", EVERY)
+def test_a_crash_of_the_router_after_any_event_breaks_no_law(every: int) -> None:
     scenario = fleet_world(EQUALS)
-    for event in range(1, events_of(scenario) + 1):
+    for event in range(1, events_of(scenario) + 1, every):
         holds(scenario, InjectedBlow(event, ROUTER, BlowKind.CRASH))
 
 

@@ -1,4 +1,4 @@
-"""Worlds with faults: one seed is one world anywhere, hundreds of them are clean, and a failure is told well."""
+"""Worlds with faults: one seed is one world anywhere, many of them are clean, and a failure is told well."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from baton.sim.scenario import ScenarioTrim, draw_scenario
 from baton.sim.shard import SeedReport
 from tests.sim.planted import BUGS, read_catches
 
-SEEDS = int(os.environ.get("BATON_TEST_SEEDS", "200"))
-SAMPLE = range(0, 2000, 123)
+SEEDS = int(os.environ.get("BATON_TEST_SEEDS", "80"))
+"""`make test-long` runs 2,000 of them."""
+SAMPLE = range(0, 2000, 246)
 
 
 def in_another_process(hash_seed: str, seeds: range) -> dict[int, str]:
@@ -54,7 +55,7 @@ def test_telling_the_story_and_auditing_more_changes_nothing() -> None:
 
 
 def test_worlds_with_faults_break_no_law(capsys: pytest.CaptureFixture[str]) -> None:
-    """Prints how often each fault fired and each transition was taken; a zero fails."""
+    """Prints how often each fault fired and each transition was taken; from 1,000 seeds on a zero fails."""
     with capsys.disabled():
         print()
         done = subprocess.run(

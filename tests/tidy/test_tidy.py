@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
+from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,8 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "baton"
 BENCHMARKS = ROOT / "benchmarks"
 FUNCTION_LINES_MAX = 60
+CLASS_LINES_MAX = 400
+CLASS_METHODS_MAX = 30
 
 MAY_IMPORT = {
     "core": set(),
@@ -26,7 +31,10 @@ MAY_IMPORT = {
     "bench": {"core", "executor", "kv", "wire", "api", "node", "sim", "router", "up"},
     "cli": {"core", "executor", "kv", "wire", "api", "node", "bench", "sim", "router", "up"},
 }
-"""Layer → the other layers of ours that it may import."""
+"""Layer → the other layers of ours that it may import. `benchmarks` and `__main__` may import them all."""
+
+SHARED_BY_BENCHMARKS = {"benchmarks.options", "benchmarks.runner"}
+"""Modules under every experiment. They import no other module of `benchmarks`."""
 
 API_SEES_OF_CORE = {
     "baton.core.engine.ended",
@@ -46,6 +54,15 @@ BANNED_IN_CORE = {
 
 BANNED_ANYWHERE = {"pickle", "marshal", "shelve"}
 
+TEXT = {".cpp", ".css", ".html", ".js", ".json", ".md", ".py", ".sh", ".toml", ".txt", ".yml", ""}
+TEXT_FOLDERS = (".ci", "benchmarks", "docs", "src", "tests", "tools")
+ISSUE_NUMBER = re.compile(r"\bissues? #?\d|(?<![\w&])#\d{1,5}\b", re.IGNORECASE)
+MACHINE_PATH = re.compile(r"(?<![\w.])/(?:home|mnt|root|work|Users)/")
+REGISTRY = re.compile(r"[-]index-url\b|\bPIP[_]INDEX|\bpythonhosted[.]|\bpypi[.]|\b(?:docker|gcr|ghcr|quay)[.]io\b")
+ADDRESS = re.compile(r"\bhttps?://([\w-]+(?:\.[\w-]+)+)")
+ADDRESSES_ALLOWED = re.compile(r"127\.0\.0\.1|10\.0\.0\.\d|.*\.example|www\.apache\.org|www\.w3\.org")
+"""Loopback, addresses in examples, the licence and the namespace of SVG."""
+
 
 def _files() -> list[Path]:
     return sorted([*SOURCE.rglob("*.py"), *BENCHMARKS.rglob("*.py")])
@@ -60,32 +77,51 @@ def _imports(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module in ("baton", "benchmarks"):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield node.module
 
 
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def _parsed() -> Iterator[tuple[Path, ast.Module]]:
     for path in _files():
-        yield path, ast.parse(path.read_text())
+        yield path, _tree(path)
 
 
 def _ids(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+def test_every_layer_has_a_row_in_the_table() -> None:
+    assert {path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__"} == set(MAY_IMPORT)
+
+
 @pytest.mark.parametrize("path", _files(), ids=_ids)
 def test_imports_point_one_way(path: Path) -> None:
-    layer = _layer(path)
-    if layer == BENCHMARKS.name:
-        return  # may import everything
-    for name in _imports(ast.parse(path.read_text())):
-        parts = name.split(".")
-        assert parts[0] != BENCHMARKS.name, f"{path} must not import {name}"
-        if layer in ("__init__.py", "__main__.py"):
+    layer, tree = _layer(path), _tree(path)
+    relative = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level]
+    assert not relative, f"{path}:{relative} imports from a dot"
+    for name in _imports(tree):
+        package, _, rest = name.partition(".")
+        assert package != "tests", f"{path} must not import {name}"
+        if layer == BENCHMARKS.name:
+            if f"{layer}.{path.stem}" in SHARED_BY_BENCHMARKS:
+                assert package != layer, f"{path.name} is under the experiments and must not import {name}"
             continue
-        if parts[0] != "baton" or len(parts) == 1 or parts[1] == layer:
-            continue
-        assert parts[1] in MAY_IMPORT[layer], f"{layer} must not import {name}"
+        assert package != BENCHMARKS.name, f"{path} must not import {name}"
+        if package == "baton" and rest and layer in MAY_IMPORT:
+            _may_import(layer, name)
+
+
+def _may_import(layer: str, name: str) -> None:
+    other = name.split(".")[1]
+    if other not in (layer, "__version__"):
+        assert other in MAY_IMPORT[layer], f"{layer} must not import {name}"
         if layer == "api":
             assert name in API_SEES_OF_CORE, f"api knows the values of core, not {name}"
 
@@ -132,6 +168,30 @@ def test_functions_fit_on_a_screen() -> None:
                 assert lines <= FUNCTION_LINES_MAX, f"{path.name}:{node.lineno} {node.name} has {lines} lines"
 
 
+def test_classes_are_small() -> None:
+    large = []
+    for path, tree in _parsed():
+        if path.name.startswith("kernels_"):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and node.end_lineno is not None:
+                lines = node.end_lineno - node.lineno + 1
+                methods = sum(isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef) for inner in node.body)
+                if lines > CLASS_LINES_MAX or methods > CLASS_METHODS_MAX:
+                    large.append(f"{_ids(path)} {node.name}: {lines} lines, {methods} methods")
+    assert not large
+
+
+def test_no_two_public_classes_of_the_package_share_a_name() -> None:
+    defined = defaultdict(list)
+    for path, tree in _parsed():
+        if path.is_relative_to(SOURCE):
+            for node in tree.body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    defined[node.name].append(_ids(path))
+    assert not {name: paths for name, paths in defined.items() if len(paths) > 1}
+
+
 def test_no_bare_assert_in_the_source() -> None:
     for path, tree in _parsed():
         for node in ast.walk(tree):
@@ -160,3 +220,23 @@ def test_nothing_is_left_unfinished() -> None:
         for number, line in enumerate(path.read_text().splitlines(), 1):
             for mark in ("TODO", "FIXME", "XXX", "NotImplementedError"):
                 assert mark not in line, f"{path}:{number}"
+
+
+def _texts() -> Iterator[Path]:
+    yield from (path for path in sorted(ROOT.iterdir()) if path.is_file() and path.suffix in TEXT - {""})
+    yield ROOT / "Makefile"
+    for folder in TEXT_FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.is_file() and path.suffix in TEXT and not {"__pycache__", "store"} & set(path.parts):
+                yield path
+
+
+def test_the_tree_stands_alone() -> None:
+    """No numbers of issues, no paths or addresses of the machine where it was written, no registry of packages."""
+    found = []
+    for path in _texts():
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            hosts = [host for host in ADDRESS.findall(line) if not ADDRESSES_ALLOWED.fullmatch(host)]
+            if hosts or ISSUE_NUMBER.search(line) or MACHINE_PATH.search(line) or REGISTRY.search(line):
+                found.append(f"{_ids(path)}:{number} {line.strip()[:100]}")
+    assert not found
