@@ -25,7 +25,7 @@ from baton.bench.trace_calls import TraceLoad, read_load
 from baton.bench.traces import TracedRequest
 from baton.core.config import WorkerConfig
 from baton.sim.cluster import PlannedRequest, RunFailed, RunSpec, simulate
-from baton.sim.run_records import InstanceSample, RequestOutcome, RequestRecord, RunRecord
+from baton.sim.run_records import InstanceSample, RequestOutcome, RunRecord, SimulatedRequest
 from baton.sim.step_times import load_step_times
 from benchmarks.options import JsonIfGiven
 from benchmarks.runner import Columns, Experiment, Progress, find_trace, run_benchmark, table_of
@@ -226,7 +226,7 @@ def _describe(record: RunRecord) -> PolicyRun:
     )
 
 
-def _ttft_us(journey: RequestRecord) -> int:
+def _ttft_us(journey: SimulatedRequest) -> int:
     """Time to first token; an unanswered request fails the run, since losing requests would look fast."""
     if journey.ttft_us is None or journey.outcome not in (RequestOutcome.STOP, RequestOutcome.LENGTH):
         raise RunFailed(f"request {journey.index} ended as {journey.outcome}")

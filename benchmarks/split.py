@@ -32,7 +32,7 @@ from baton.core.config import WorkerConfig
 from baton.sim.cluster import PrefillDecodeSplit, RunFailed, RunSpec, simulate
 from baton.sim.plots import POLICY_COLOURS, POLICY_STYLES
 from baton.sim.report import FINISHED, LatencyTargets, ValueDistribution, busy_shares, describe
-from baton.sim.run_records import RequestRecord, RunRecord
+from baton.sim.run_records import RunRecord, SimulatedRequest
 from baton.sim.step_times import StepTimes, load_step_times
 from benchmarks.jobs import cores, run_jobs
 from benchmarks.options import JsonIfGiven, LinkGbytes, Processes
@@ -296,7 +296,7 @@ def _judged(job: SplitJob, record: RunRecord) -> SplitRun:
     )
 
 
-def _latencies(finished: Sequence[RequestRecord]) -> tuple[ValueDistribution, ValueDistribution]:
+def _latencies(finished: Sequence[SimulatedRequest]) -> tuple[ValueDistribution, ValueDistribution]:
     first = describe(journey.ttft_us for journey in finished)
     between = describe((journey.tpot_us for journey in finished), unit_us=1e3)
     if first is None or between is None:

@@ -13,7 +13,7 @@ from baton.bench.sim_run import COMPARE_SYNTAX, Simulation, parse_policies
 from baton.cli.main import app
 from baton.core.config import ReservePolicy, VictimPolicy
 from baton.sim.cluster import RunSpec
-from baton.sim.run_records import RequestOutcome, RequestRecord, RunRecord
+from baton.sim.run_records import RequestOutcome, RunRecord, SimulatedRequest
 from tests.sim.made_records import request_record
 
 SMALL = ["--requests", "20", "--input-tokens", "64", "--output-tokens", "8", "--concurrency", "4"]
@@ -90,7 +90,7 @@ def test_files_are_written(tmp_path: Path, pretended: list[RunSpec]) -> None:
 
 def test_a_request_that_ends_as_none_should_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     def simulate(spec: RunSpec, progress: Callable[[int], None]) -> RunRecord:
-        lost = RequestRecord(0, 0, 64, ended_us=5, outcome=RequestOutcome.LOST)
+        lost = SimulatedRequest(0, 0, 64, ended_us=5, outcome=RequestOutcome.LOST)
         return RunRecord(spec.label, 0, 1, spec.config.blocks, 16, end_us=5, requests=[lost])
 
     monkeypatch.setattr(simulated, "simulate", simulate)

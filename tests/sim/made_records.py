@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import numpy as np
 
-from baton.sim.run_records import InstanceSample, RequestOutcome, RequestRecord, RunRecord, StepSpan
+from baton.sim.run_records import InstanceSample, RequestOutcome, RunRecord, SimulatedRequest, StepSpan
 
 
 def request_record(
     index: int, arrived_us: int, ttft_us: int, tpot_us: int, outputs: int = 11, inputs: int = 100
-) -> RequestRecord:
+) -> SimulatedRequest:
     """A finished request: its first token after `ttft_us`, then one every `tpot_us`."""
     first_us = arrived_us + ttft_us
-    return RequestRecord(
+    return SimulatedRequest(
         index, arrived_us, inputs, instance=0, first_us=first_us, ended_us=first_us + tpot_us * (outputs - 1),
         output_tokens=outputs, queue_us=ttft_us // 2, prefill_us=ttft_us // 4, decode_us=tpot_us * (outputs - 1),
         outcome=RequestOutcome.STOP,
     )  # fmt: skip
 
 
-def record(*requests: RequestRecord, instances: int = 1, label: str = "only", seed: int = 0) -> RunRecord:
+def record(*requests: SimulatedRequest, instances: int = 1, label: str = "only", seed: int = 0) -> RunRecord:
     ends_us = [request_record.ended_us for request_record in requests if request_record.ended_us is not None]
     return RunRecord(label, seed, instances, 100, 16, end_us=max(ends_us, default=0), requests=list(requests))
 
@@ -51,7 +51,7 @@ def busy_hour(
         one.preemptions = int(draw.random() < rush[n] * 0.2)
         one.recomputed_tokens = one.preemptions * one.input_tokens
         made.requests.append(one)
-    made.requests.extend(RequestRecord(count + n, n * 1_000_000, 500, outcome=RequestOutcome.REFUSED) for n in range(25))
+    made.requests.extend(SimulatedRequest(count + n, n * 1_000_000, 500, outcome=RequestOutcome.REFUSED) for n in range(25))
     made.end_us = max(one.ended_us or 0 for one in made.requests)
     for second in range(made.end_us // 1_000_000):
         level = np.exp(-(((second * 1e6 - end_us * 0.55) / (end_us * 0.2)) ** 2))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from baton.sim.perfetto import timeline, write_timeline
-from baton.sim.run_records import RequestOutcome, RequestRecord, RunRecord, StepSpan
+from baton.sim.run_records import RequestOutcome, RunRecord, SimulatedRequest, StepSpan
 from tests.sim.made_records import busy_hour, record, request_record, sample
 
 
@@ -27,7 +27,7 @@ def small() -> RunRecord:
     made = record(
         replace(request_record(0, 1_000, 500, 10), prefill_us=200),
         replace(request_record(1, 2_000, 900, 10), preemptions=3, instance=1),
-        RequestRecord(2, 3_000, 50, ended_us=3_500, outcome=RequestOutcome.REFUSED),
+        SimulatedRequest(2, 3_000, 50, ended_us=3_500, outcome=RequestOutcome.REFUSED),
         instances=2,
     )
     made.spans = [
@@ -116,7 +116,7 @@ def test_counters_hold_the_whole_pool(tmp_path: Path) -> None:
 def test_a_timeline_is_bounded_and_says_what_is_missing() -> None:
     made = small()
     made.spans_left_out = 10
-    made.requests.append(RequestRecord(3, 3_000, 50))  # never ended, so there is no slice to draw
+    made.requests.append(SimulatedRequest(3, 3_000, 50))  # never ended, so there is no slice to draw
     bounded, left_out = timeline(made, steps_max=2, requests_max=1, samples_max=2)
     assert (left_out.steps, left_out.requests, left_out.samples) == (11, 3, 2)
     assert left_out.told == "Left out of the timeline to keep it small: 11 steps, 3 requests, 2 looks."

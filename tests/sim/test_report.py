@@ -21,7 +21,7 @@ from baton.sim.report import (
     summarise,
 )
 from baton.sim.report_tables import show
-from baton.sim.run_records import HandoverTotals, InstanceSample, RequestOutcome, RequestRecord, RunRecord, StepSpan
+from baton.sim.run_records import HandoverTotals, InstanceSample, RequestOutcome, RunRecord, SimulatedRequest, StepSpan
 from tests.sim.made_records import busy_hour, record, request_record, sample
 
 TARGETS = LatencyTargets(ttft_s=1.0, tpot_ms=50.0)
@@ -70,7 +70,7 @@ def test_goodput_needs_both_targets_and_counts_those_that_were_refused() -> None
         request_record(2, 0, 10, 50_001),
     )
     one_token = request_record(3, 0, 900_000, 0, outputs=1)
-    refused = RequestRecord(4, 0, 10, ended_us=100, outcome=RequestOutcome.REFUSED)
+    refused = SimulatedRequest(4, 0, 10, ended_us=100, outcome=RequestOutcome.REFUSED)
     summary = summarise(record(in_time, late, slow, one_token, refused), TARGETS)
     assert summary.rates.good_share == pytest.approx(2 / 5)
     assert summary.span_s is not None
@@ -81,9 +81,10 @@ def test_goodput_needs_both_targets_and_counts_those_that_were_refused() -> None
 def test_requests_that_did_not_finish_are_counted_and_nowhere_else() -> None:
     cut = replace(request_record(1, 0, 500_000_000, 1), outcome=RequestOutcome.ABORT, output_tokens=3)
     broken, lost = (
-        RequestRecord(n, 0, 10, ended_us=50, outcome=how) for n, how in ((2, RequestOutcome.ERROR), (3, RequestOutcome.LOST))
+        SimulatedRequest(n, 0, 10, ended_us=50, outcome=how)
+        for n, how in ((2, RequestOutcome.ERROR), (3, RequestOutcome.LOST))
     )
-    summary = summarise(record(request_record(0, 0, 100_000, 1_000), cut, broken, lost, RequestRecord(4, 0, 10)), TARGETS)
+    summary = summarise(record(request_record(0, 0, 100_000, 1_000), cut, broken, lost, SimulatedRequest(4, 0, 10)), TARGETS)
     counts = summary.counts
     assert (counts.finished, counts.aborted, counts.errors, counts.lost, counts.unfinished) == (1, 1, 1, 1, 1)
     assert counts.broken == 3

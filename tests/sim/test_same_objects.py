@@ -101,7 +101,7 @@ def test_only_the_judge_looks_behind_the_door() -> None:
         (messages, "without_shared_prompts", 0),
         (Router, "handle", 2),
         (Placement, "choose", 2),
-        (RouterSessions, "heard", 2),
+        (RouterSessions, "receive", 2),
         (InstanceSessions, "take", 2),
     ],
 )

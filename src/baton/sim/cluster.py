@@ -35,8 +35,8 @@ from baton.sim.run_records import (
     InstanceSample,
     PassMeter,
     RequestOutcome,
-    RequestRecord,
     RunRecord,
+    SimulatedRequest,
     StepSpan,
 )
 from baton.sim.timed_transfers import KvLinkModel, TimedTransfers
@@ -363,7 +363,7 @@ class _Client:
         self._chains = chains
         self._chain: deque[tuple[int, PlannedRequest]] = deque()
         self._history = np.empty(0, dtype=np.int32)
-        self._request: RequestRecord
+        self._request: SimulatedRequest
         self._prompt = NO_TOKENS
 
     def go_on(self) -> None:
@@ -381,7 +381,7 @@ class _Client:
         cluster = self._cluster
         self._prompt = np.concatenate((self._history, cluster.prompt(index, call)), dtype=np.int32)
         self._prompt.setflags(write=False)
-        self._request = RequestRecord(index, cluster.world.now_us - _SETTLED_US, len(self._prompt))
+        self._request = SimulatedRequest(index, cluster.world.now_us - _SETTLED_US, len(self._prompt))
         cluster.record.requests.append(self._request)
         cluster.host.after(cluster.spend_host(), self._submit, index, call)
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from baton.sim.run_records import InstanceSample, RequestRecord, RunRecord, StepSpan
+from baton.sim.run_records import InstanceSample, RunRecord, SimulatedRequest, StepSpan
 
 STEPS_MAX = 200_000
 REQUESTS_MAX = 20_000
@@ -150,7 +150,7 @@ def _counters(sample: InstanceSample) -> Iterator[TraceEvent]:
     yield TraceEvent("preemptions", "C", pid, sample.at_us, args={"preemptions": sample.preemptions})
 
 
-def _request(request: RequestRecord) -> Iterator[TraceEvent]:
+def _request(request: SimulatedRequest) -> Iterator[TraceEvent]:
     """Slices of one id nest, so the outer one is opened first and closed last."""
     if request.ended_us is None:
         return
@@ -161,7 +161,7 @@ def _request(request: RequestRecord) -> Iterator[TraceEvent]:
     yield _edge("e", "request", request, request.ended_us)
 
 
-def _stages(request: RequestRecord, ended_us: int) -> Iterator[tuple[str, int, int]]:
+def _stages(request: SimulatedRequest, ended_us: int) -> Iterator[tuple[str, int, int]]:
     first_us = request.first_us
     if first_us is None:
         yield "no token", request.arrived_us, ended_us
@@ -179,12 +179,12 @@ def _stages(request: RequestRecord, ended_us: int) -> Iterator[tuple[str, int, i
     yield "decode", first_us, ended_us
 
 
-def _edge(ph: str, name: str, request: RequestRecord, at_us: int, args: dict[str, Argument] | None = None) -> TraceEvent:
+def _edge(ph: str, name: str, request: SimulatedRequest, at_us: int, args: dict[str, Argument] | None = None) -> TraceEvent:
     pid = process_of(request.instance)
     return TraceEvent(name, ph, pid, at_us, tid=STEPS_TRACK, cat="request", id=str(request.index), args=args)
 
 
-def _told(request: RequestRecord) -> dict[str, Argument]:
+def _told(request: SimulatedRequest) -> dict[str, Argument]:
     return {
         "request": request.index,
         "outcome": request.outcome,

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.core.errors import BatonError
-from baton.sim.run_records import InstanceSample, RequestOutcome, RequestRecord, RunRecord
+from baton.sim.run_records import InstanceSample, RequestOutcome, RunRecord, SimulatedRequest
 
 SCHEMA = 1
 FINISHED = (RequestOutcome.STOP, RequestOutcome.LENGTH)
@@ -46,7 +46,7 @@ class LatencyTargets:
             if not 0.0 < value < math.inf:  # written so that NaN fails too
                 raise ValueError(f"the target {name} must be a positive number, not {value}")
 
-    def met_by(self, request: RequestRecord) -> bool:
+    def met_by(self, request: SimulatedRequest) -> bool:
         if request.outcome not in FINISHED or request.ttft_us is None or request.ttft_us > self.ttft_s * 1e6:
             return False
         return request.tpot_us is None or request.tpot_us <= self.tpot_ms * 1e3
@@ -272,7 +272,7 @@ def check(record: RunRecord) -> None:
             raise BadRecord(f"step {span.step} of instance {span.instance} ends before it begins")
 
 
-def _check_request(request: RequestRecord, instances: int) -> None:
+def _check_request(request: SimulatedRequest, instances: int) -> None:
     who = f"request {request.index}"
     if request.instance is not None and not 0 <= request.instance < instances:
         raise BadRecord(f"{who} ran at instance {request.instance} where there are {instances}")
@@ -303,11 +303,11 @@ def describe(values_us: Iterable[float | None], unit_us: float = 1e6) -> ValueDi
     return ValueDistribution(len(values), float(values.mean()), p50, p90, p99, float(values.max()))
 
 
-def _e2e_us(request: RequestRecord) -> int | None:
+def _e2e_us(request: SimulatedRequest) -> int | None:
     return None if request.ended_us is None else request.ended_us - request.arrived_us
 
 
-def _counts(requests: Sequence[RequestRecord]) -> RequestCounts:
+def _counts(requests: Sequence[SimulatedRequest]) -> RequestCounts:
     by_outcome = Counter(request.outcome for request in requests)
     return RequestCounts(
         requests=len(requests),
@@ -320,7 +320,7 @@ def _counts(requests: Sequence[RequestRecord]) -> RequestCounts:
     )
 
 
-def _tokens(finished: Sequence[RequestRecord]) -> TokenTotals:
+def _tokens(finished: Sequence[SimulatedRequest]) -> TokenTotals:
     asked = sum(request.input_tokens for request in finished)
     cached = sum(request.cached_tokens for request in finished)
     recomputed = sum(request.recomputed_tokens for request in finished)
@@ -337,7 +337,7 @@ def _tokens(finished: Sequence[RequestRecord]) -> TokenTotals:
 
 
 def _rates(
-    requests: Sequence[RequestRecord], finished: Sequence[RequestRecord], span_us: int | None, targets: LatencyTargets
+    requests: Sequence[SimulatedRequest], finished: Sequence[SimulatedRequest], span_us: int | None, targets: LatencyTargets
 ) -> Throughputs:
     good = sum(targets.met_by(request) for request in finished)
     share = good / len(requests) if requests else None

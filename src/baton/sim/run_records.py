@@ -21,7 +21,7 @@ class RequestOutcome(StrEnum):
 
 
 @dataclass(slots=True)
-class RequestRecord:
+class SimulatedRequest:
     """One request as its client saw it, and what it cost."""
 
     index: int
@@ -137,7 +137,7 @@ class RunRecord:
     """Duration of each hand-over, from the ask to the adoption."""
     meters: list[PassMeter] = field(default_factory=list)
     """By instance; empty if passes were not metered."""
-    requests: list[RequestRecord] = field(default_factory=list)
+    requests: list[SimulatedRequest] = field(default_factory=list)
     samples: list[InstanceSample] = field(default_factory=list)
     spans: list[StepSpan] = field(default_factory=list)
     spans_left_out: int = 0
