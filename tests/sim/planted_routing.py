@@ -409,7 +409,7 @@ def keep_beyond_the_grace(patch: Patch) -> None:
 
 @wire("of the rows that come while no router is there, the first is not written down")
 def lose_a_row_of_history(patch: Patch) -> None:
-    write_then = patch.original("write_down")
+    write_then = patch.original("record_output")
 
     def write_down(self: HeldChoices, output: StepOutput, serials: list[int]) -> None:
         before = {serial: bytes(self.open[serial].tokens) for serial in serials}
@@ -419,17 +419,17 @@ def lose_a_row_of_history(patch: Patch) -> None:
             if len(before[serial]) == 4:  # its second row
                 line.tokens[:] = before[serial]
 
-    patch.set("write_down", write_down)
+    patch.set("record_output", write_down)
 
 
 @wire("what the engine had not answered when the router was lost is computed for nobody, for ever unforgotten")
 def keep_what_was_never_answered(patch: Patch) -> None:
     def next_session(self: HeldChoices) -> Any:
-        asked, self.asked = self.asked, {}
+        unanswered, self.unanswered = self.unanswered, {}
         try:
             return session_then(self)
         finally:
-            self.asked = asked
+            self.unanswered = unanswered
 
     session_then = patch.original("next_session")
     patch.set("next_session", next_session)

@@ -89,13 +89,13 @@ KEPT = (HeldState.OPEN, HeldState.ENDED)
 class PlacedGroup:
     """One PlaceAttempt of a router."""
 
-    order: int
+    engine_ticket: int
     """This instance's ticket at the engine."""
     place: PlaceAttempt
     session: int
     """The session in which it was placed; the ticket in `place` is the router's in that session."""
     choices: list[PlacedChoice] = field(default_factory=list)
-    left: int = 0
+    remaining: int = 0
     """Choices that are not GONE."""
 
 
@@ -104,7 +104,7 @@ class PlacedChoice:
     """One choice and its output so far."""
 
     group: PlacedGroup
-    at: int
+    index: int
     """Its index in the group."""
     session: int
     """The last session in which the router knew of it."""
@@ -119,11 +119,11 @@ class PlacedChoice:
     ended: EndedRequest | None = None
 
     @property
-    def asked(self) -> Submission:
-        return self.group.place.group[self.at]
+    def submission(self) -> Submission:
+        return self.group.place.group[self.index]
 
     @property
-    def weight(self) -> int:
+    def kept_bytes(self) -> int:
         """Bytes of memory that keeping it takes."""
         logprobs = sum(map(logprob_bytes, self.logprobs))
         return len(self.tokens) + logprobs + _place_bytes(self.group.place)
@@ -136,7 +136,13 @@ class PlacedChoice:
         count = len(self.tokens) // 4
         counts = array("i", [count] if count else []) if self.counts is None else self.counts
         return HeldChoiceMessage(
-            self.at, self.serial, counts.tobytes(), bytes(self.tokens), tuple(self.logprobs), self.cached_tokens, self.ended
+            self.index,
+            self.serial,
+            counts.tobytes(),
+            bytes(self.tokens),
+            tuple(self.logprobs),
+            self.cached_tokens,
+            self.ended,
         )
 
 
@@ -153,7 +159,7 @@ class HeldChoices:
     def __init__(self) -> None:
         self.session = 0
         """Number of sessions opened; identifies the latest one."""
-        self.asked: dict[int, PlacedGroup] = {}
+        self.unanswered: dict[int, PlacedGroup] = {}
         """By our ticket: groups that the engine has not answered."""
         self.open: dict[int, PlacedChoice] = {}
         """By serial: choices that the engine has not ended, unwanted ones included."""
@@ -176,7 +182,7 @@ class HeldChoices:
     @property
     def open_requests(self) -> int:
         """Choices that the engine has not ended, or not answered."""
-        return len(self.open) + sum(len(group.choices) for group in self.asked.values())
+        return len(self.open) + sum(len(group.choices) for group in self.unanswered.values())
 
     @property
     def kept(self) -> int:
@@ -208,7 +214,7 @@ class HeldChoices:
         """Begin a session. Returns the groups to report to the router, and cancels for those that are too large to
         report."""
         self.session += 1
-        for group in self.asked.values():
+        for group in self.unanswered.values():
             self.drop_all(group.choices)
         held, total, orders = list[HeldGroup](), 0, list[ToEngine]()
         for group in list(self._groups.values()):
@@ -229,21 +235,21 @@ class HeldChoices:
 
     # ── orders of the router ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def waits(self, ticket: int) -> bool:
+    def is_unanswered(self, ticket: int) -> bool:
         """Whether a ticket of this session's router is unanswered."""
-        return any(group.place.ticket == ticket and group.session == self.session for group in self.asked.values())
+        return any(group.place.ticket == ticket and group.session == self.session for group in self.unanswered.values())
 
     def place(self, place: PlaceAttempt) -> list[ToEngine]:
         older = [choice for item in place.group if (choice := self._by_request_id.get(item.request_id)) is not None]
         orders = self.drop_all(older)
-        group = PlacedGroup(self._next_ticket, place, self.session, left=len(place.group))
+        group = PlacedGroup(self._next_ticket, place, self.session, remaining=len(place.group))
         self._next_ticket += 1
-        for at, item in enumerate(place.group):
+        for index, item in enumerate(place.group):
             counts = None if item.sampling.logprobs is None else array("i")
-            choice = self._by_request_id[item.request_id] = PlacedChoice(group, at, self.session, counts=counts)
+            choice = self._by_request_id[item.request_id] = PlacedChoice(group, index, self.session, counts=counts)
             group.choices.append(choice)
-        self.asked[group.order] = self._groups[group.order] = group
-        return [*orders, Submit(group.order, place.group)]
+        self.unanswered[group.engine_ticket] = self._groups[group.engine_ticket] = group
+        return [*orders, Submit(group.engine_ticket, place.group)]
 
     def drop(self, serials: Iterable[int]) -> list[ToEngine]:
         """Drop the choices with these serials; unknown serials are ignored."""
@@ -261,11 +267,11 @@ class HeldChoices:
             if not self._states.allows(before, HeldMove.DROP):
                 continue  # already dropped
             after = self._move(choice, HeldMove.DROP)
-            self._unname(choice)
+            self._forget_request_id(choice)
             if after is HeldState.UNWANTED:
                 orders.append(Cancel(choice.serial))
             if before is HeldState.ENDED:
-                self._ended_bytes -= self._ended.pop(choice.serial).weight
+                self._ended_bytes -= self._ended.pop(choice.serial).kept_bytes
             if after is HeldState.GONE:
                 self._gone(choice)
         return orders
@@ -273,7 +279,7 @@ class HeldChoices:
     # ── messages of the engine ───────────────────────────────────────────────────────────────────────────────────────────
 
     def answered(self, ticket: int) -> PlacedGroup:
-        group = self.asked.pop(ticket, None)
+        group = self.unanswered.pop(ticket, None)
         if group is None:
             raise WireError(f"the engine answered ticket {ticket}, which waits for no answer")
         return group
@@ -294,7 +300,7 @@ class HeldChoices:
     def refuse(self, group: PlacedGroup) -> None:
         for choice in group.choices:
             self._move(choice, HeldMove.REFUSE)
-            self._unname(choice)
+            self._forget_request_id(choice)
             self._gone(choice)
 
     def known_of(self, output: StepOutput, serials: list[int]) -> StepOutput | None:
@@ -306,13 +312,13 @@ class HeldChoices:
         ended = [end for end in output.ended if choices[end.serial].session == session]
         return part_of(output, serials, rows, ended) if any(rows) or ended else None
 
-    def write_down(self, output: StepOutput, serials: list[int]) -> None:
-        choices, tokens, at = self.open, output.tokens, 0
+    def record_output(self, output: StepOutput, serials: list[int]) -> None:
+        choices, tokens, index = self.open, output.tokens, 0
         counts: list[int] = np.frombuffer(output.counts, dtype="<i4").tolist()
         for serial, count in zip(serials, counts, strict=True):
-            choice, upto = choices[serial], at + 4 * count
-            choice.tokens += tokens[at:upto]
-            at = upto
+            choice, upto = choices[serial], index + 4 * count
+            choice.tokens += tokens[index:upto]
+            index = upto
             if choice.counts is not None:
                 choice.counts.append(count)
         for item in output.logprobs:
@@ -331,7 +337,7 @@ class HeldChoices:
             return
         choice.ended = end
         self._ended[choice.serial] = choice
-        self._ended_bytes += choice.weight
+        self._ended_bytes += choice.kept_bytes
         while len(self._ended) > ENDED_CHOICES_MAX or self._ended_bytes > ENDED_BYTES_MAX:
             self.drop_all([next(iter(self._ended.values()))])
 
@@ -339,12 +345,12 @@ class HeldChoices:
         choice.state = self._states.after(choice.state, move)
         return choice.state
 
-    def _unname(self, choice: PlacedChoice) -> None:
-        if self._by_request_id.get(choice.asked.request_id) is choice:
-            del self._by_request_id[choice.asked.request_id]
+    def _forget_request_id(self, choice: PlacedChoice) -> None:
+        if self._by_request_id.get(choice.submission.request_id) is choice:
+            del self._by_request_id[choice.submission.request_id]
 
     def _gone(self, choice: PlacedChoice) -> None:
         group = choice.group
-        group.left -= 1
-        if not group.left:
-            del self._groups[group.order]
+        group.remaining -= 1
+        if not group.remaining:
+            del self._groups[group.engine_ticket]

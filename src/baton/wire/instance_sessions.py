@@ -217,7 +217,7 @@ class InstanceSessions:
         return SessionEffects(orders=self._take_unsent(), turned_away=reason, fenced=reason if fenced else None)
 
     def _place(self, place: PlaceAttempt) -> SessionEffects:
-        if self._choices.waits(place.ticket):
+        if self._choices.is_unanswered(place.ticket):
             raise WireError(f"ticket {place.ticket} waits for its answer already")
         try:
             check_group(place.group, self._join.vocabulary)
@@ -258,7 +258,7 @@ class InstanceSessions:
     def _on_step(self, output: StepOutput) -> SessionEffects:
         serials = serials_of(output)
         known = self._choices.known_of(output, serials) if self._state in SENDING_STATES else None
-        self._choices.write_down(output, serials)
+        self._choices.record_output(output, serials)
         return SessionEffects(messages=[] if known is None else [known])
 
     # ── heartbeats ───────────────────────────────────────────────────────────────────────────────────────────────────────
