@@ -61,7 +61,7 @@ class DelayedStore:
         return answer
 
     def delay_s(self, spent_s: float) -> float:
-        """Further delay of a call that took `took_s`."""
+        """Further delay of a call that took `spent_s`."""
         return (self._times - 1) * spent_s
 
 
