@@ -1,8 +1,8 @@
-"""Many runs on all cores: one process a core, each taking the next job when it has done one.
+"""Runs jobs on all cores: one worker process per core; each takes the next job when it has finished one.
 
 Owns the processes. A job and its result are one line of JSON each; `python -m benchmarks.jobs KIND` is what the processes
-run. Results come in the order of the jobs. Whatever ends the parent ends the processes, and a job that fails fails
-everything, with the last words of its process.
+run. Results are returned in the order of the jobs. The processes end with the parent. A failed job fails the whole run,
+with the stderr of its process.
 """
 
 from __future__ import annotations

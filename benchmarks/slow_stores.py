@@ -1,6 +1,6 @@
 """Stores with artificial delays.
 
-Owns nothing but time: what is stored lies in another store. `release` ends all waiting, so that threads can be joined.
+Data is kept in another store. `release` ends all waiting, so that threads can be joined.
 """
 
 from __future__ import annotations
