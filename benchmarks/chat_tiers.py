@@ -1,11 +1,11 @@
 """Conversations of several rounds on one instance whose pool holds few of them.
 
-Owns the measurement. Many conversations are open at once, with a pause before each next round, and a prompt carries all that
-was said before. What the instance still has of it need not be computed: in the pool itself, in host memory, or in a store.
-The instances (nothing, host memory, a file store, Valkey) are all up and take turns; the lengths are those of a trace, cut
-to what a CPU can do, and each pair has words of its own. The host memory in front of a store is too small for all, too.
+Owns the measurement. Many conversations are open at once, with a pause before each round, and a prompt contains all earlier
+rounds. KV still in the pool, in host memory or in a store need not be computed. The instances (no tier, host memory, a file
+store, Valkey) all run and are loaded in turns. Lengths are those of a trace, reduced for a CPU; each pair has its own seed.
+The host memory in front of a store is too small for all conversations.
 
-The figures are the share of prompt tokens that need not be computed, as usage tells it, and the time to the first token.
+The figures are the share of cached prompt tokens, from `usage`, and the time to the first token.
 """
 
 from __future__ import annotations

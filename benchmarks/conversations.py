@@ -1,9 +1,9 @@
 """Conversations of a trace of lengths: tokens asked and answered in each round, and sessions drawn from them.
 
-Owns how rows become rounds. The ShareGPT lengths have one row a turn, with all that was said before it as its prompt; rows
-of one conversation follow each other. So a row whose prompt is longer than everything in the row before goes on with that
-conversation, and adds what is more; any other row begins one. A conversation that happens to begin with a longer text than
-the whole one before it is taken for its continuation: rounds are a little too many, never out of order.
+Owns how rows become rounds. The ShareGPT trace has one row per turn, whose prompt contains all earlier turns; rows of one
+conversation are consecutive. A row whose prompt is longer than prompt and answer of the previous row continues that
+conversation, and the difference is its new prompt; any other row begins a conversation. A conversation whose first prompt is
+longer than the whole previous one is taken for its continuation: there are a few rounds too many, never out of order.
 """
 
 from __future__ import annotations

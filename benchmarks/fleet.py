@@ -1,8 +1,7 @@
 """A router and its instances, as processes of a benchmark.
 
-Owns their start, in the order in which an operator would do it, and the wait until the router has all of them. Each has a
-session of its own, so that the router's CPU time is the router's alone. Every start has a cluster key that nobody else
-knows.
+Owns their start and the wait until all instances have joined. Each process has its own session, so that the router's CPU
+time is measured alone. Every start has a new random cluster key.
 """
 
 from __future__ import annotations

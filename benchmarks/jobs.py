@@ -1,8 +1,8 @@
-"""Many runs on all cores: one process a core, each taking the next job when it has done one.
+"""Runs jobs on all cores: one worker process per core; each takes the next job when it has finished one.
 
 Owns the processes. A job and its result are one line of JSON each; `python -m benchmarks.jobs KIND` is what the processes
-run. Results come in the order of the jobs. Whatever ends the parent ends the processes, and a job that fails fails
-everything, with the last words of its process.
+run. Results are returned in the order of the jobs. The processes end with the parent. A failed job fails the whole run,
+with the stderr of its process.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ def run_jobs(
     """Results in the order of the jobs; `done` is called with each as it arrives, in this thread."""
     found: dict[int, Result] = {}
     todo: SimpleQueue[int | None] = SimpleQueue()
-    news: SimpleQueue[tuple[int, bytes] | JobFailed] = SimpleQueue()
+    results: SimpleQueue[tuple[int, bytes] | JobFailed] = SimpleQueue()
     for number in range(len(jobs)):
         todo.put(number)
     lines = [msgspec.json.encode(job) for job in jobs]
-    hands = [_JobProcess(kind) for _ in range(min(processes, len(jobs)))]
+    workers = [_JobProcess(kind) for _ in range(min(processes, len(jobs)))]
     try:
-        for hand in hands:
+        for worker in workers:
             todo.put(None)
-            hand.start(todo, lines, news)
+            worker.start(todo, lines, results)
         while len(found) < len(jobs):
-            came = news.get()
-            if isinstance(came, JobFailed):
-                raise came
-            found[came[0]] = msgspec.json.decode(came[1], type=result)
-            done(found[came[0]])
+            arrived = results.get()
+            if isinstance(arrived, JobFailed):
+                raise arrived
+            found[arrived[0]] = msgspec.json.decode(arrived[1], type=result)
+            done(found[arrived[0]])
     finally:
-        for hand in hands:
-            hand.stop()
+        for worker in workers:
+            worker.stop()
     return [found[number] for number in range(len(jobs))]
 
 
@@ -74,13 +74,13 @@ class _JobProcess:
         self._thread: threading.Thread | None = None
 
     def start(
-        self, todo: SimpleQueue[int | None], lines: Sequence[bytes], news: SimpleQueue[tuple[int, bytes] | JobFailed]
+        self, todo: SimpleQueue[int | None], lines: Sequence[bytes], results: SimpleQueue[tuple[int, bytes] | JobFailed]
     ) -> None:
-        self._thread = threading.Thread(target=self._work, args=(todo, lines, news), daemon=True)
+        self._thread = threading.Thread(target=self._work, args=(todo, lines, results), daemon=True)
         self._thread.start()
 
     def _work(
-        self, todo: SimpleQueue[int | None], lines: Sequence[bytes], news: SimpleQueue[tuple[int, bytes] | JobFailed]
+        self, todo: SimpleQueue[int | None], lines: Sequence[bytes], results: SimpleQueue[tuple[int, bytes] | JobFailed]
     ) -> None:
         given, taken = self._process.stdin, self._process.stdout
         while (number := todo.get()) is not None and given is not None and taken is not None:
@@ -91,11 +91,11 @@ class _JobProcess:
             except (BrokenPipeError, ValueError):
                 answer = b""  # the process is gone, or was stopped
             if not answer:
-                news.put(JobFailed(self._last_words()))
+                results.put(JobFailed(self._stderr()))
                 return
-            news.put((number, answer))
+            results.put((number, answer))
 
-    def _last_words(self) -> str:
+    def _stderr(self) -> str:
         said = self._process.stderr.read() if self._process.stderr is not None else b""
         return said.decode(errors="replace").strip() or "a process of the benchmark ended without a word"
 

@@ -1,9 +1,8 @@
 """Compares reservation and victim policies on the lengths of a real trace.
 
-Owns the load, the runs and what is said of them. Each client declares a `max_tokens` that is larger than what it will
-generate, as clients do, so the scheduler must guess; and the pool holds only a share of what the slots could use, so guesses
-matter. Every policy meets the same arrivals on one simulated instance; seeds differ in when requests arrive and in nothing
-else.
+Owns the load, the runs and the report. Each client declares a `max_tokens` larger than its answer, so the scheduler must
+guess; the pool holds only a share of what the slots could use, so guesses matter. Every policy gets the same arrivals on one
+simulated instance; seeds differ only in arrival times.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Compares the short prefill path of a prefill instance with the general one on the same sessions.
 
-Owns the load, the charge and the comparison. One giver and three takers of a machine that is a roofline of the model for
-which such a path was first reported; 39 clients go through 78 conversations of several rounds, each with all that was said
-before it. Lengths and rounds are drawn from real conversations; what clients add is lengthened until the general path keeps
-them waiting as long as was reported (`INPUT_SCALE`), because those conversations themselves are not public.
+Owns the load, the charge and the comparison. One prefill and three decode instances on a machine that is a roofline of the
+model for which such a path was first published; 39 clients run 78 conversations of several rounds, each prompt with all
+earlier rounds. Lengths and rounds are drawn from real conversations; new prompt tokens are scaled until the general path's
+waits equal the published ones (`INPUT_SCALE`), because those conversations are not public.
 
 What a path costs, and how it is charged:
 
@@ -18,8 +18,8 @@ A third run shows what it would take: the general path with so much time lost in
 path gains in total time what was reported. How much that is says what the original's general path must have lost, whatever
 it lost it to; whether waits then fall as reported says whether time lost in passes explains them.
 
-A client's wait for its first token is told apart by where it was: waiting at the giver, being prefilled there (other chunks
-of the same steps included), on its way, and the rest (messages, the front end, the taker's next step).
+A client's wait for its first token is split by phase: queueing at the prefill instance, prefill (other chunks of the same
+steps included), transfer, and the rest (messages, the front end, the decode instance's next step).
 """
 
 from __future__ import annotations

@@ -129,16 +129,14 @@ class PressureReport(ServerReport, kw_only=True):
 
 def pooled_servers(options: PressureOptions) -> list[PooledServer]:
     """Baton and, if configured, the peer, for each pool."""
-    contenders = []
+    pooled = []
     for blocks in options.pools:
         ours = our_command(options.shape, f"--kv-blocks {blocks} {options.our_args}")
-        contenders.append(PooledServer(OURS, blocks, _named(ours, blocks)))
+        pooled.append(PooledServer(OURS, blocks, _named(ours, blocks)))
         if options.peer is not None:
             override = f"--num-gpu-blocks-override {blocks + OWN_BLOCKS_OF_PEER} {options.peer_args}"
-            contenders.append(
-                PooledServer(PEER, blocks, _named(peer_command(options.shape, options.peer, override), blocks))
-            )
-    return contenders
+            pooled.append(PooledServer(PEER, blocks, _named(peer_command(options.shape, options.peer, override), blocks)))
+    return pooled
 
 
 def _named(side: ServerCommand, blocks: int) -> ServerCommand:
@@ -146,9 +144,9 @@ def _named(side: ServerCommand, blocks: int) -> ServerCommand:
 
 
 class Pressure:
-    def __init__(self, options: PressureOptions, contenders: Sequence[PooledServer], progress: Progress) -> None:
+    def __init__(self, options: PressureOptions, pooled: Sequence[PooledServer], progress: Progress) -> None:
         self._options = options
-        self._contenders = contenders
+        self._servers = pooled
         self._progress = progress
         self._rounds = Rounds(progress, options.pairs, options.look_s)
         self._idle: dict[str, float] = {}
@@ -165,34 +163,34 @@ class Pressure:
 
     @property
     def measurements(self) -> int:
-        return self._options.pairs * len(self._contenders)
+        return self._options.pairs * len(self._servers)
 
     def run(self) -> PressureReport:
         """Measure and report. A failure ends the measurements; earlier ones are still reported."""
         with failures_noted(self._failures, self._progress), contextlib.ExitStack() as stack:
-            servers = start_servers(stack, [each.side for each in self._contenders], self._progress)
+            servers = start_servers(stack, [each.side for each in self._servers], self._progress)
             turns, self._idle = servers_in_turn(servers, self._progress, self._options.seed + WARM_UP_SEED)
             self._pairs(turns)
         return self._conclude()
 
     def _pairs(self, turns: ServersInTurn) -> None:
         points = {point.pool_blocks: point for point in self._points}
-        for pair, at in alternating(range(len(self._contenders)), self._options.pairs):
-            name, point = self._contenders[at].name, points[self._contenders[at].pool_blocks]
+        for pair, at in alternating(range(len(self._servers)), self._options.pairs):
+            name, point = self._servers[at].name, points[self._servers[at].pool_blocks]
             take = partial(self._taken, turns, turns.servers[at], name, pair, point.preemptions(name))
             measured = self._rounds.measure(point.speed.name, point.speed.unit, name, pair, take)
             point.speed.values(name).append(measured)
 
     def _taken(
-        self, turns: ServersInTurn, serving: RunningServer, name: str, pair: int, yielded: list[int | None]
+        self, turns: ServersInTurn, serving: RunningServer, name: str, pair: int, preemptions: list[int | None]
     ) -> tuple[float, str]:
         """One run of a server: its speed and its preemptions."""
         before = _preemptions(serving, name)
         # Another seed for each pair: equal work on both sides, and nothing cached.
         result = turns.run(serving, self._options.load, self._options.seed + 1 + pair)
         after = _preemptions(serving, name)
-        yielded.append(None if before is None or after is None else after - before)
-        counted = "preemptions not told" if yielded[-1] is None else f"{yielded[-1]} preemptions"
+        preemptions.append(None if before is None or after is None else after - before)
+        counted = "preemptions not told" if preemptions[-1] is None else f"{preemptions[-1]} preemptions"
         return summarise(result).throughput.output_tokens_per_s, counted
 
     def _conclude(self) -> PressureReport:
@@ -206,7 +204,7 @@ class Pressure:
             versions=versions_of(options.peer, self._failures),
             model=options.model.name,
             load=options.load.name,
-            commands={each.side.name: each.side.shell_line() for each in self._contenders},
+            commands={each.side.name: each.side.shell_line() for each in self._servers},
             idle_busy_cores=self._idle,
             points=self._points,
             notes=notes_on_other_load(self._rounds.loads),

@@ -1,6 +1,6 @@
 """Stores with artificial delays.
 
-Owns nothing but time: what is stored lies in another store. `release` ends all waiting, so that threads can be joined.
+Data is kept in another store. `release` ends all waiting, so that threads can be joined.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class DelayedStore:
         return answer
 
     def delay_s(self, spent_s: float) -> float:
-        """Further delay of a call that took `took_s`."""
+        """Further delay of a call that took `spent_s`."""
         return (self._times - 1) * spent_s
 
 

@@ -4,9 +4,9 @@ Owns the load, the clusters that are compared and how they are judged. The load 
 bunches spread, played at several speeds; every cluster has the same number of instances of the same machine and model. A
 cluster is judged by the requests that arrive after its caches and queues have filled a little: good is one whose first token
 came and whose tokens came within the targets. Instances that do everything are given several chunk sizes, since theirs
-decides between the two targets; the best one counts. Clients go to instances in turn; one that decodes chooses whom to ask
-for a prefill as in service. Placing clients by load needs somebody who knows all queues: what it would do for instances that
-do everything is shown beside, and told apart in the verdict.
+decides between the two targets; the best one counts. Clients are sent to instances in turn; a decode instance
+chooses its prefill instance as in service. Placing clients by load needs a router that knows all queues; its effect on
+mixed instances is shown too, and kept apart in the verdict.
 
 Costs: step times from the model's file; KV transfers between instances as in `sim.timed_transfers`. The time of schedulers
 and front ends is not charged (tens of microseconds beside steps of 5 ms and more).

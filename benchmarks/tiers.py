@@ -1,15 +1,14 @@
 """Value of host memory and a store when the KV pool is too small.
 
-Owns the loads and the report. All requests come at once and nothing is reserved for growth (`--reserve none`, as other
-servers do it), so that many must yield. A request that yields computes its KV again, unless host memory or a store has
-kept it; the prefix cache is on everywhere, so blocks that are still in the pool are never computed again. The sides of a
-load are instances of their own, all up, that take turns; each is held against the first, which has nothing behind its
-pool, in the same pair.
+Owns the loads and the report. All requests arrive at once and nothing is reserved for growth (`--reserve none`, as in other
+servers), so that many are preempted. A preempted request computes its KV again, unless host memory or a store has it; the
+prefix cache is on everywhere, so blocks still in the pool are not computed again. Each side of a load is an instance; all
+run and are loaded in turns. Each is compared with the first, which has no tier, in the same pair.
 
-One more side without anything behind its pool reserves for growth as Baton does unless told otherwise: fewer yield, and
-fewer run at once. A tier that beats only `--reserve none` is worth nothing.
+One more side without a tier uses Baton's default reservation: fewer requests are preempted, and fewer run at once. A tier
+that beats only `--reserve none` is useless.
 
-The last load is one in which computing is the better choice: the store lies behind a link that is slower than the model.
+In the last load computing is faster: the store is behind a link that is slower than the model.
 """
 
 from __future__ import annotations

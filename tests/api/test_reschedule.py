@@ -296,7 +296,7 @@ def test_an_end_that_does_not_say_why_is_a_bug_of_ours_and_costs_only_that_reque
 ) -> None:
     reschedule([104])
     with monkeypatch.context() as patched:
-        patched.setattr("tests.api.engine.Ended", lambda reason, cached, bill, _: StreamEnd(reason, cached, bill, None))
+        patched.setattr("tests.api.engine.StreamEnd", lambda reason, cached, bill, _: StreamEnd(reason, cached, bill, None))
         assert served.chat().error["code"] == "internal_error"
     assert served.chat().json()["choices"][0]["finish_reason"] == "pd_reschedule"
 

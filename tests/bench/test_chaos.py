@@ -135,48 +135,48 @@ def test_nobody_is_hurt_while_a_role_has_no_spare() -> None:
 
 
 def test_every_kind_comes_once_before_one_comes_again() -> None:
-    book = faults()
-    drawn = [book.draw(FLEET, 0) for _ in range(2 * len(FaultKind))]
+    chooser = faults()
+    drawn = [chooser.draw(FLEET, 0) for _ in range(2 * len(FaultKind))]
     kinds = [fault.kind for fault in drawn if fault is not None]
     assert set(kinds[: len(FaultKind)]) == set(kinds[len(FaultKind) :]) == set(FaultKind)
 
 
 def test_who_is_hurt_is_no_spare_until_it_is_back() -> None:
-    book = faults(FaultKind.KILL)
-    first = book.draw(FLEET, 0)
+    chooser = faults(FaultKind.KILL)
+    first = chooser.draw(FLEET, 0)
     assert first is not None
     first.over_s = 0.0
-    book.done.append(first)
-    book.heal(FLEET, 0, now_s=100.0)  # the router has not noticed yet: the same life
-    assert book.draw(FLEET, 0) is None
+    chooser.done.append(first)
+    chooser.close_recovered(FLEET, 0, now_s=100.0)  # the router has not noticed yet: the same life
+    assert chooser.draw(FLEET, 0) is None
     again = [seen(one.name, incarnation=2) if one.name == first.victim.name else one for one in FLEET]
-    book.heal(again, 5, now_s=100.0)
-    assert book.draw(again, 5) is not None
+    chooser.close_recovered(again, 5, now_s=100.0)
+    assert chooser.draw(again, 5) is not None
 
 
 def test_a_stop_is_over_some_time_after_the_instance_goes_on() -> None:
-    book = faults(FaultKind.STOP)
-    stop = book.draw(FLEET, 0)
+    chooser = faults(FaultKind.STOP)
+    stop = chooser.draw(FLEET, 0)
     assert stop is not None
-    book.done.append(stop)
-    book.heal(FLEET, 0, now_s=100.0)
-    assert book.open == [stop]
+    chooser.done.append(stop)
+    chooser.close_recovered(FLEET, 0, now_s=100.0)
+    assert chooser.open == [stop]
     stop.over_s = 100.0
-    book.heal(FLEET, 0, now_s=100.1)
-    assert book.open == [stop]
-    book.heal(FLEET, 0, now_s=102.0)
-    assert book.open == []
+    chooser.close_recovered(FLEET, 0, now_s=100.1)
+    assert chooser.open == [stop]
+    chooser.close_recovered(FLEET, 0, now_s=102.0)
+    assert chooser.open == []
 
 
 def test_a_suspicion_is_explained_only_by_a_fault_of_that_instance_that_was_open() -> None:
-    book = faults(FaultKind.KILL)
-    fault = book.draw(FLEET, 10)
+    chooser = faults(FaultKind.KILL)
+    fault = chooser.draw(FLEET, 10)
     assert fault is not None
-    book.done.append(fault)
-    hurt = fault.victim.name
-    other = next(one.name for one in FLEET if one.name != hurt)
-    assert not book.explain(SeenSuspicion(10, hurt, "suspected", ""))
-    assert book.explain(SeenSuspicion(11, hurt, "suspected", ""))
-    assert not book.explain(SeenSuspicion(11, other, "suspected", ""))
+    chooser.done.append(fault)
+    faulty = fault.victim.name
+    other = next(one.name for one in FLEET if one.name != faulty)
+    assert not chooser.explain(SeenSuspicion(10, faulty, "suspected", ""))
+    assert chooser.explain(SeenSuspicion(11, faulty, "suspected", ""))
+    assert not chooser.explain(SeenSuspicion(11, other, "suspected", ""))
     fault.until = 12
-    assert not book.explain(SeenSuspicion(13, hurt, "suspected", ""))
+    assert not chooser.explain(SeenSuspicion(13, faulty, "suspected", ""))

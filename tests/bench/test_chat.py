@@ -69,7 +69,7 @@ def test_history_grows_and_reset_forgets_it(serve: Serve) -> None:
     server = serve()
     conversation, screen = talking(server)
     for line in ("one", "two", "/reset", "/system be brief", "three"):
-        assert conversation.hear(line) is NextInput.GO_ON
+        assert conversation.handle_line(line) is NextInput.GO_ON
     contents = [[message["content"] for message in body["messages"]] for body in server.bodies]
     assert contents == [["one"], ["one", "w0 w1 w2 ", "two"], ["be brief", "three"]]
     assert "tokens/s" in screen.getvalue()
@@ -77,14 +77,14 @@ def test_history_grows_and_reset_forgets_it(serve: Serve) -> None:
 
 @pytest.mark.parametrize("word", ["/exit", "/quit"])
 def test_exit_leaves(serve: Serve, word: str) -> None:
-    assert talking(serve())[0].hear(word) is NextInput.LEAVE
+    assert talking(serve())[0].handle_line(word) is NextInput.LEAVE
 
 
 def test_an_unknown_command_is_not_sent(serve: Serve) -> None:
     server = serve()
     conversation, screen = talking(server)
-    conversation.hear("/help")
-    conversation.hear("   ")
+    conversation.handle_line("/help")
+    conversation.handle_line("   ")
     assert not server.bodies
     assert "/reset" in screen.getvalue()
 
@@ -92,8 +92,8 @@ def test_an_unknown_command_is_not_sent(serve: Serve) -> None:
 def test_a_failed_question_is_not_kept(serve: Serve) -> None:
     server = serve(Faults(status={0: 503}))
     conversation, screen = talking(server)
-    conversation.hear("one")
-    conversation.hear("two")
+    conversation.handle_line("one")
+    conversation.handle_line("two")
     assert "not now" in screen.getvalue()
     assert [message["content"] for message in server.bodies[1]["messages"]] == ["two"]
 

@@ -56,7 +56,7 @@ def test_token_history_carries_prompts_and_answers() -> None:
     session = BenchSession(0, (Round(3, 2), Round(4, 2)))
     conversation = TokenConversation(Recipe(), session)
     first = list(conversation.ask(0))
-    conversation.hear(0, Reply("", (11, 12)))
+    conversation.add_reply(0, Reply("", (11, 12)))
     second = conversation.ask(1)
     assert second[:5] == [*first, 11, 12]
     assert len(second) == 9
@@ -65,7 +65,7 @@ def test_token_history_carries_prompts_and_answers() -> None:
 def test_history_keeps_its_length_when_the_server_hides_token_ids() -> None:
     conversation = TokenConversation(Recipe(), BenchSession(0, (Round(3, 2), Round(4, 2))))
     conversation.ask(0)
-    conversation.hear(0, Reply("text", ()))
+    conversation.add_reply(0, Reply("text", ()))
     assert len(conversation.ask(1)) == 9
 
 
@@ -73,7 +73,7 @@ def test_chat_history_alternates_roles_after_the_shared_system_message() -> None
     session = BenchSession(0, (Round(3, 2), Round(4, 2)), prefix_group=0, prefix_tokens=5)
     conversation = ChatConversation(Recipe(), session)
     conversation.ask(0)
-    conversation.hear(0, Reply("answer", ()))
+    conversation.add_reply(0, Reply("answer", ()))
     messages = conversation.ask(1)
     assert [message.role for message in messages] == ["system", "user", "assistant", "user"]
     assert len(messages[0].content.split()) == 5

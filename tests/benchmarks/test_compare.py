@@ -41,10 +41,10 @@ def test_both_sides_are_measured_in_pairs(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(compare_module, "versions_of", lambda _peer, _failures: {"Baton": "0"})
     (tmp_path / "conv.csv").write_text("num_prefill_tokens,num_decode_tokens\n5,4\n6,3\n")
     asked = options(tmp_path, peer="", traces=tmp_path, sections=(Section.SERVING, Section.PREFIX, Section.TRACE))
-    spoken: list[str] = []
+    printed: list[str] = []
     sides = [side(OURS, "--token-s", "0.001"), side(PEER, "--token-s", "0.02")]
     taken: list[None] = []
-    work = Compare(asked, sides, Progress(spoken.append, lambda _what: None, lambda: taken.append(None)))
+    work = Compare(asked, sides, Progress(printed.append, lambda _what: None, lambda: taken.append(None)))
     found = work.run()
     assert len(taken) == work.measurements == 12
     assert found.failures == []
@@ -55,9 +55,9 @@ def test_both_sides_are_measured_in_pairs(tmp_path: Path, monkeypatch: pytest.Mo
     assert speed_up.min > 1.5
     assert len(prefix.ours) == len(trace.peer) == 2
     assert set(found.idle_busy_cores) == {OURS, PEER}
-    runs = [line.split(":")[1] for line in spoken if line.startswith(serving.name)]
+    runs = [line.split(":")[1] for line in printed if line.startswith(serving.name)]
     assert [run.split(", ")[1] for run in runs] == [OURS, PEER, PEER, OURS]  # who goes first changes
-    assert all("steal" in line for line in spoken if line.startswith(serving.name))
+    assert all("steal" in line for line in printed if line.startswith(serving.name))
     write_json(tmp_path / "out.json", found)
     assert json.loads((tmp_path / "out.json").read_text())["ratios"]
 

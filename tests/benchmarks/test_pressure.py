@@ -51,13 +51,13 @@ def test_both_sides_get_the_same_pool(tmp_path: Path) -> None:
 
 
 def test_each_pool_is_measured_on_both_sides_in_turns(tmp_path: Path) -> None:
-    spoken: list[str] = []
+    printed: list[str] = []
     asked = options(tmp_path, peer="", pairs=2)
     pools = asked.pools
     ours = ("--token-s", "0.002", "--preemptions-name", "baton_num_preemptions_total")
     peers = ("--token-s", "0.01", "--preemptions-name", "vllm:num_preemptions_total")
-    contenders = [fake(OURS, pools[0], *ours), fake(PEER, pools[0], *peers), fake(OURS, pools[1], "--token-s", "0.01")]
-    work = Pressure(asked, contenders, Progress(spoken.append, lambda _what: None, lambda: None))
+    pooled = [fake(OURS, pools[0], *ours), fake(PEER, pools[0], *peers), fake(OURS, pools[1], "--token-s", "0.01")]
+    work = Pressure(asked, pooled, Progress(printed.append, lambda _what: None, lambda: None))
     report = work.run()
     assert report.failures == []
     whole, half, quarter = report.points
@@ -68,7 +68,7 @@ def test_each_pool_is_measured_on_both_sides_in_turns(tmp_path: Path) -> None:
     assert half.ours_of_own is not None
     assert half.ours_of_own.max < 0.7
     assert (half.peer_of_own, quarter.ratio) == (None, None)
-    runs = [line.split(":")[0] + line.split(",")[1].split(":")[0] for line in spoken if "round" in line]
+    runs = [line.split(":")[0] + line.split(",")[1].split(":")[0] for line in printed if "round" in line]
     room, less = f"{pools[0]} blocks", f"{pools[1]} blocks"
     assert runs == [
         f"{room} {OURS}",

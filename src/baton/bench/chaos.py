@@ -27,7 +27,7 @@ from baton.bench.chaos_cases import ChaosCase, draw_cases
 from baton.bench.chaos_faults import HELD_AGAINST, PASSING, FaultChooser, FaultKind, InjectedFault, SeenSuspicion
 from baton.bench.chaos_fleet import LOOK_EVERY_S, ChaosFleet, FleetLost, running_fleet
 from baton.bench.chaos_request import SeenAnswer, ask, differences
-from baton.bench.chaos_signals import NoSuchVictim, can_cut, hurt, wake
+from baton.bench.chaos_signals import NoSuchVictim, can_cut, inject, resume
 from baton.bench.client import first_model, open_http
 from baton.bench.stats import Distribution, describe
 from baton.bench.tiny_model import make_tiny
@@ -216,7 +216,7 @@ class _Chaos:
             async with at_once:
                 answer = await ask(self._http, self._fleet.url, case, ANSWER_S_MAX)
                 if case.wants_stop and answer.fault is None:
-                    case = case.stopped_at(answer.spoken[0].text)
+                    case = case.stopped_at(answer.parts[0].text)
                     answer = await ask(self._http, self._fleet.url, case, ANSWER_S_MAX)
             if answer.fault is not None:
                 raise ChaosFailed(f"case {case.number} fails before anything is done to the fleet: {answer.fault}")
@@ -262,7 +262,7 @@ class _Chaos:
     async def _look(self) -> None:
         self._fleet.child.check_alive()
         await self._fleet.look()
-        self._faults.heal(self._fleet.instances, self._fleet.last_event, time.monotonic())
+        self._faults.close_recovered(self._fleet.instances, self._fleet.last_event, time.monotonic())
 
     async def _do(self, fault: InjectedFault) -> None:
         await asyncio.sleep(self._faults.draws.uniform(0, JITTER_S))
@@ -271,7 +271,7 @@ class _Chaos:
             if fault.kind is FaultKind.DRAIN:
                 await self._fleet.drain(fault.victim.name)
             else:
-                await asyncio.to_thread(hurt, fault.kind, fault.victim)
+                await asyncio.to_thread(inject, fault.kind, fault.victim)
         except NoSuchVictim:
             return  # the instance ended meanwhile: choose another fault
         self._faults.done.append(fault)
@@ -284,7 +284,7 @@ class _Chaos:
 
     async def _wake(self, fault: InjectedFault) -> None:
         await asyncio.sleep(fault.pause_s)
-        wake(fault.victim)
+        resume(fault.victim)
         fault.over_s = time.monotonic()
 
     # ── judgement ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -295,11 +295,11 @@ class _Chaos:
             async with asyncio.timeout(REST_S_MAX):
                 while True:
                     await self._look()
-                    if not self._fleet.unrest:
+                    if not self._fleet.still_held:
                         return None
                     await asyncio.sleep(LOOK_EVERY_S)
         except TimeoutError:
-            return f"with no client left: {self._fleet.unrest}"
+            return f"with no client left: {self._fleet.still_held}"
 
     def _report(self, held: list[SeenSuspicion], cut_short: str | None, took_s: float) -> ChaosReport:
         tally, options = self._tally, self._options

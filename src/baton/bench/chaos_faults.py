@@ -80,24 +80,24 @@ class FaultChooser:
     planned: Mapping[str, int]
     """Number of instances by role."""
     done: list[InjectedFault] = field(default_factory=list)
-    _deck: list[FaultKind] = field(default_factory=list)
+    _kinds_left: list[FaultKind] = field(default_factory=list)
     """Kinds left in this round. Each round has every kind once."""
 
     def draw(self, fleet: Sequence[SeenInstance], last_event: int) -> InjectedFault | None:
         """The next fault; None while a role has no spare instance."""
-        hurt = [fault.victim.name for fault in self.done if fault.until is None]
-        well = [seen for seen in fleet if seen.state == READY and seen.name not in hurt]
-        at_hand = {role: sum(seen.role == role for seen in well) for role in self.planned}
+        faulty = [fault.victim.name for fault in self.done if fault.until is None]
+        healthy = [seen for seen in fleet if seen.state == READY and seen.name not in faulty]
+        at_hand = {role: sum(seen.role == role for seen in healthy) for role in self.planned}
         spared = [role for role, count in self.planned.items() if count > 1]
         if not spared or any(at_hand[role] < 2 for role in spared):
             return None
         role = self.draws.choice(spared)
-        victim = self.draws.choice([seen for seen in well if seen.role == role])
-        if not self._deck:
-            self._deck = self.draws.sample(self.kinds, len(self.kinds))
-        return InjectedFault(self._deck.pop(), victim, self.draws.uniform(*PAUSE_S), after=last_event)
+        victim = self.draws.choice([seen for seen in healthy if seen.role == role])
+        if not self._kinds_left:
+            self._kinds_left = self.draws.sample(self.kinds, len(self.kinds))
+        return InjectedFault(self._kinds_left.pop(), victim, self.draws.uniform(*PAUSE_S), after=last_event)
 
-    def heal(self, fleet: Sequence[SeenInstance], last_event: int, now_s: float) -> None:
+    def close_recovered(self, fleet: Sequence[SeenInstance], last_event: int, now_s: float) -> None:
         """Close the faults whose instances are back."""
         ready = {seen.name: seen for seen in fleet if seen.state == READY}
         for fault in self.done:

@@ -48,7 +48,7 @@ class _Instance(msgspec.Struct):
     ledger: _Ledger
 
     @property
-    def unrest(self) -> str:
+    def still_held(self) -> str:
         """Requests and blocks that the instance still holds; "" when none."""
         held = {"open": self.open, **msgspec.structs.asdict(self.ledger)}
         return ", ".join(f"{count} {what}" for what, count in held.items() if count)
@@ -75,7 +75,7 @@ class ChaosFleet:
     http: aiohttp.ClientSession
     instances: list[SeenInstance] = field(default_factory=list)
     events: list[SeenSuspicion] = field(default_factory=list)
-    unrest: str = ""
+    still_held: str = ""
     """Requests and blocks still held, by instance; empty when none."""
 
     @property
@@ -89,7 +89,7 @@ class ChaosFleet:
         except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
             raise FleetLost(f"the router does not tell of its instances: {error}\n{self.child.last_lines()}") from error
         self.instances = [SeenInstance(one.name, one.role, one.state, one.pid, one.incarnation) for one in listing.data]
-        self.unrest = "; ".join(f"{one.name}: {one.unrest}" for one in listing.data if one.unrest)
+        self.still_held = "; ".join(f"{one.name}: {one.still_held}" for one in listing.data if one.still_held)
         last = self.last_event
         fresh = sorted((event for event in listing.events if event.number > last), key=lambda event: event.number)
         self.events += [SeenSuspicion(event.number, event.name, event.what, event.why) for event in fresh]

@@ -84,7 +84,7 @@ class StreamedParts:
     """Token texts from the log-probabilities."""
     logprobs: list[float] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
-    heard_s: float | None = None
+    last_tokens_s: float | None = None
     """Time of the last event with tokens."""
 
 
@@ -93,7 +93,7 @@ class SeenAnswer:
     """One answer as received by a client."""
 
     status: int = 0
-    spoken: dict[int, StreamedParts] = field(default_factory=dict)
+    parts: dict[int, StreamedParts] = field(default_factory=dict)
     usage: _Usage | None = None
     dones: int = 0
     fault: str | None = None
@@ -107,11 +107,11 @@ class SeenAnswer:
         """How often its choices moved to another instance."""
         if self.usage is None or self.usage.baton is None:
             return 0
-        return max(0, self.usage.baton.attempts - len(self.spoken))
+        return max(0, self.usage.baton.attempts - len(self.parts))
 
     @property
     def tokens(self) -> int:
-        return sum(len(spoken.tokens) for spoken in self.spoken.values())
+        return sum(len(part.tokens) for part in self.parts.values())
 
     def take(self, chunk: _Chunk, now_s: float) -> None:
         if chunk.error != msgspec.Raw(b"null"):
@@ -122,22 +122,22 @@ class SeenAnswer:
             self._take_choice(choice, now_s)
 
     def _take_choice(self, choice: _Choice, now_s: float) -> None:
-        spoken = self.spoken.setdefault(choice.index, StreamedParts())
-        if spoken.finish is not None:
+        part = self.parts.setdefault(choice.index, StreamedParts())
+        if part.finish is not None:
             self.fault = self.fault or f"choice {choice.index} went on after its end"
-        part = choice.delta or choice.message
-        spoken.text += (part.content if part is not None else choice.text) or ""
-        spoken.tokens += choice.token_ids or []
+        message = choice.delta or choice.message
+        part.text += (message.content if message is not None else choice.text) or ""
+        part.tokens += choice.token_ids or []
         if choice.token_ids:
-            if spoken.heard_s is not None:
-                self.longest_gap_s = max(self.longest_gap_s, now_s - spoken.heard_s)
-            spoken.heard_s = now_s
-        spoken.finish = choice.finish_reason
+            if part.last_tokens_s is not None:
+                self.longest_gap_s = max(self.longest_gap_s, now_s - part.last_tokens_s)
+            part.last_tokens_s = now_s
+        part.finish = choice.finish_reason
         if choice.logprobs is not None:
             entries = choice.logprobs.content or []
-            spoken.pieces += [entry.token for entry in entries] + choice.logprobs.tokens
-            spoken.logprobs += [entry.logprob for entry in entries] + choice.logprobs.token_logprobs
-            spoken.offsets += choice.logprobs.text_offset
+            part.pieces += [entry.token for entry in entries] + choice.logprobs.tokens
+            part.logprobs += [entry.logprob for entry in entries] + choice.logprobs.token_logprobs
+            part.offsets += choice.logprobs.text_offset
 
 
 async def ask(http: aiohttp.ClientSession, url: str, case: ChaosCase, limit_s: float) -> SeenAnswer:
@@ -191,9 +191,9 @@ def _incomplete(case: ChaosCase, answer: SeenAnswer) -> str | None:
     """What a finished answer lacks; None when complete."""
     if case.is_streamed and answer.dones != 1:
         return f"{answer.dones} times [DONE]"
-    if len(answer.spoken) != case.choices:
-        return f"{len(answer.spoken)} choices of {case.choices}"
-    if open_ones := [index for index, spoken in answer.spoken.items() if spoken.finish is None]:
+    if len(answer.parts) != case.choices:
+        return f"{len(answer.parts)} choices of {case.choices}"
+    if open_ones := [index for index, part in answer.parts.items() if part.finish is None]:
         return f"choices without an end: {open_ones}"
     if answer.usage is None:
         return "no usage"
@@ -207,29 +207,29 @@ def differences(undisturbed: SeenAnswer, answer: SeenAnswer) -> list[str]:
     if answer.fault is not None:
         return [answer.fault]
     found: list[str] = []
-    for index, expected in sorted(undisturbed.spoken.items()):
-        if index not in answer.spoken:
+    for index, expected in sorted(undisturbed.parts.items()):
+        if index not in answer.parts:
             found.append(f"choice {index} is missing")
         else:
-            found += [f"choice {index}: {what}" for what in _differ(expected, answer.spoken[index])]
+            found += [f"choice {index}: {what}" for what in _differ(expected, answer.parts[index])]
     before, after = _counts(undisturbed.usage), _counts(answer.usage)
     if before != after:
         found.append(f"usage {after}, undisturbed {before}")
     return found
 
 
-def _differ(expected: StreamedParts, spoken: StreamedParts) -> list[str]:
+def _differ(expected: StreamedParts, part: StreamedParts) -> list[str]:
     found: list[str] = []
-    if spoken.tokens != expected.tokens:
-        found.append(f"tokens differ from number {_first_difference(expected.tokens, spoken.tokens)} on")
-    if spoken.text != expected.text:
-        at = _first_difference(expected.text, spoken.text)
+    if part.tokens != expected.tokens:
+        found.append(f"tokens differ from number {_first_difference(expected.tokens, part.tokens)} on")
+    if part.text != expected.text:
+        at = _first_difference(expected.text, part.text)
         window = slice(max(0, at - 10), at + 10)
-        found.append(f"text differs at character {at}: {spoken.text[window]!r}, undisturbed {expected.text[window]!r}")
-    if spoken.finish != expected.finish:
-        found.append(f"finish reason {spoken.finish}, undisturbed {expected.finish}")
-    aligned = spoken.pieces == expected.pieces and spoken.offsets == expected.offsets
-    if not aligned or not _close(expected.logprobs, spoken.logprobs):
+        found.append(f"text differs at character {at}: {part.text[window]!r}, undisturbed {expected.text[window]!r}")
+    if part.finish != expected.finish:
+        found.append(f"finish reason {part.finish}, undisturbed {expected.finish}")
+    aligned = part.pieces == expected.pieces and part.offsets == expected.offsets
+    if not aligned or not _close(expected.logprobs, part.logprobs):
         found.append("log-probabilities differ" if aligned else "log-probabilities are not aligned")
     return found
 

@@ -29,7 +29,7 @@ def is_instance(pid: int, name: str) -> bool:
     return b"serve" in words and name.encode() in words
 
 
-def hurt(kind: FaultKind, victim: SeenInstance) -> None:
+def inject(kind: FaultKind, victim: SeenInstance) -> None:
     """Inject the fault. Raises NoSuchVictim when the process has ended."""
     if not is_instance(victim.pid, victim.name):
         raise NoSuchVictim(victim.name)
@@ -54,7 +54,7 @@ def hurt(kind: FaultKind, victim: SeenInstance) -> None:
         raise NoSuchVictim(victim.name) from None
 
 
-def wake(victim: SeenInstance) -> None:
+def resume(victim: SeenInstance) -> None:
     """Resume both processes of an instance; no-op when they have ended."""
     if is_instance(victim.pid, victim.name):
         for pid in (victim.pid, *engines_of(victim.pid)):

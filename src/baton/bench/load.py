@@ -114,7 +114,7 @@ class _Run:
             if number < last:
                 if reply is None:
                     return  # the next round needs the answer as history
-                conversation.hear(number, reply)
+                conversation.add_reply(number, reply)
                 await asyncio.sleep(session.think_s)
 
     def _keep(self, record: RequestRecord) -> None:

@@ -116,7 +116,7 @@ class TokenConversation:
         self._history += self._recipe.round_tokens(self._session, number)
         return self._history
 
-    def hear(self, number: int, reply: Reply) -> None:
+    def add_reply(self, number: int, reply: Reply) -> None:
         asked = self._session.rounds[number].output_tokens
         # Without token ids from the server, random ones stand in: the history keeps its length and cached prompt.
         self._history += reply.token_ids or self._recipe.draw(asked, _UNIQUE, self._session.index, number, 1)
@@ -136,7 +136,7 @@ class ChatConversation:
         self._messages.append(ChatMessageText("user", words))
         return self._messages
 
-    def hear(self, number: int, reply: Reply) -> None:  # noqa: ARG002 - the same two methods as TokenConversation
+    def add_reply(self, number: int, reply: Reply) -> None:  # noqa: ARG002 - the same two methods as TokenConversation
         self._messages.append(ChatMessageText("assistant", reply.text))
 
 

@@ -102,15 +102,15 @@ class ChatAnswer:
 Show = Callable[[str], None]
 
 
-async def stream_answer(partner: ChatServer, messages: list[ChatMessageText], answer: ChatAnswer, show: Show) -> None:
+async def stream_answer(server: ChatServer, messages: list[ChatMessageText], answer: ChatAnswer, show: Show) -> None:
     """Send the messages and show each piece of text as it arrives. Raises AnswerFailed."""
-    address = partner.url.rstrip("/") + "/v1/chat/completions"
-    headers = {"Content-Type": "application/json", **partner.headers}
+    address = server.url.rstrip("/") + "/v1/chat/completions"
+    headers = {"Content-Type": "application/json", **server.headers}
     try:
         async with (
             asyncio.timeout(ANSWER_LIMIT_S),
             open_http(1) as http,
-            http.post(address, data=partner.body(messages), headers=headers) as response,
+            http.post(address, data=server.body(messages), headers=headers) as response,
         ):
             if response.status != 200:
                 raise AnswerFailed(_refusal(response.status, await response.content.read(65536)))
@@ -159,13 +159,13 @@ class NextInput(Enum):
 class ChatSession:
     """History and commands of one session at the terminal."""
 
-    def __init__(self, console: Console, partner: ChatServer, system: str | None) -> None:
+    def __init__(self, console: Console, server: ChatServer, system: str | None) -> None:
         self._console = console
-        self._partner = partner
+        self._server = server
         self._system = system
         self._turns: list[ChatMessageText] = []
 
-    def hear(self, line: str) -> NextInput:
+    def handle_line(self, line: str) -> NextInput:
         """Handle one line of input: a command or a message."""
         word, _, rest = line.strip().partition(" ")
         match word:
@@ -191,7 +191,7 @@ class ChatSession:
         system = [ChatMessageText("system", self._system)] if self._system else []
         answer = ChatAnswer()
         try:
-            asyncio.run(stream_answer(self._partner, [*system, *self._turns, question], answer, self._show))
+            asyncio.run(stream_answer(self._server, [*system, *self._turns, question], answer, self._show))
         except KeyboardInterrupt:
             self._say("\nstopped")
         except AnswerFailed as error:
@@ -209,12 +209,12 @@ class ChatSession:
         self._console.print(text, style="dim", markup=False, highlight=False)
 
 
-def _converse(console: Console, partner: ChatServer, system: str | None) -> None:
+def _converse(console: Console, server: ChatServer, system: str | None) -> None:
     with contextlib.suppress(ImportError):
         importlib.import_module("readline")  # gives input() its line editing and history
-    console.print(f"{partner.model} at {partner.url}", style="bold", markup=False, highlight=False)
+    console.print(f"{server.model} at {server.url}", style="bold", markup=False, highlight=False)
     console.print(HELP, style="dim", markup=False, highlight=False)
-    conversation = ChatSession(console, partner, system)
+    conversation = ChatSession(console, server, system)
     while True:
         try:
             line = console.input("[bold green]›[/] ")
@@ -224,11 +224,11 @@ def _converse(console: Console, partner: ChatServer, system: str | None) -> None
         except EOFError:
             console.print()
             return
-        if conversation.hear(line) is NextInput.LEAVE:
+        if conversation.handle_line(line) is NextInput.LEAVE:
             return
 
 
-def _answer_once(partner: ChatServer, system: str | None, question: str) -> None:
+def _answer_once(server: ChatServer, system: str | None, question: str) -> None:
     """Print the answer on stdout and its figures on stderr."""
 
     def show(text: str) -> None:
@@ -239,7 +239,7 @@ def _answer_once(partner: ChatServer, system: str | None, question: str) -> None
     messages = [ChatMessageText("system", system)] if system else []
     answer = ChatAnswer()
     try:
-        asyncio.run(stream_answer(partner, [*messages, ChatMessageText("user", question)], answer, show))
+        asyncio.run(stream_answer(server, [*messages, ChatMessageText("user", question)], answer, show))
     except AnswerFailed as error:
         errors.print(str(error), style="red", markup=False, highlight=False)
         raise typer.Exit(1) from error
@@ -275,13 +275,13 @@ def chat(
         errors.print(str(error), style="red", markup=False, highlight=False)
         errors.print(_advice(error), markup=False)
         raise typer.Exit(1) from error
-    partner = ChatServer(url, model or found, api_key, temperature, max_tokens)
+    server = ChatServer(url, model or found, api_key, temperature, max_tokens)
     if sys.stdin.isatty():
         # A shell that starts us in the background leaves Ctrl-C ignored; at a terminal it means "stop this answer".
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        _converse(console, partner, system)
+        _converse(console, server, system)
         return
     question = sys.stdin.read(PIPED_CHARS_MAX).strip()
     if not question:
         raise typer.BadParameter("nothing was piped in")
-    _answer_once(partner, system, question)
+    _answer_once(server, system, question)
