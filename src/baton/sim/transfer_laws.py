@@ -121,10 +121,6 @@ class TransferLaws:
         self.moves: Counter[tuple[TransferClass, TransferEnd]] = Counter()
 
     @property
-    def open(self) -> int:
-        return len(self._open)
-
-    @property
     def arriving_blocks(self) -> int:
         """Blocks that open copies write to."""
         return sum(len(transfer.writes_blocks) for transfer in self._open.values())
