@@ -269,7 +269,7 @@ def count_shared_blocks_once(patch: Patch) -> None:
 
 @core("a cached block that somebody uses is evicted all the same")
 def evict_blocks_in_use(patch: Patch) -> None:
-    patch.set("_is_evictable", lambda self, block: bool(self._named[block]))
+    patch.set("_is_evictable", lambda self, block: bool(self._cached[block]))
 
 
 def _chained(patch: Patch, chain: Callable[[PrefixIndex, Key, bytes], Key]) -> None:

@@ -76,7 +76,7 @@ to_giver: dict[type, st.SearchStrategy[PeerMessage]] = {
     Grant: st.builds(
         Grant, **attempt, cached_tokens=counts, lease_us=longs, token=st.binary(min_size=1, max_size=TOKEN_BYTES_MAX)
     ),
-    Refuse: st.builds(Refuse, **attempt, reason=reasons, retry_after_us=longs),
+    Refuse: st.builds(Refuse, **attempt, reason=reasons),
     Adopted: st.builds(Adopted, **attempt),
     Release: st.builds(Release, **attempt, reason=reasons),
 }

@@ -46,7 +46,7 @@ def _messages() -> list[PeerMessage]:
     return [
         Ask(3, 1, submission),
         Grant(3, 1, 16, 2_000_000, b"t" * 16),
-        Refuse(3, 1, "no room", 1_000_000),
+        Refuse(3, 1, "no room"),
         Adopted(3, 1),
         Release(3, 1, "the client is gone"),
         Offer(3, 1, 40),

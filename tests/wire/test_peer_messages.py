@@ -85,7 +85,7 @@ def test_what_is_decoded_cannot_be_written() -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [lambda r: Refuse(1, 1, r, 0), lambda r: Release(1, 1, r), lambda r: Decline(1, 1, PdCode.TIMEOUT, r)]
+    "make", [lambda r: Refuse(1, 1, r), lambda r: Release(1, 1, r), lambda r: Decline(1, 1, PdCode.TIMEOUT, r)]
 )
 @pytest.mark.parametrize("reason", ["x" * 10_000, "\udc80" * 600], ids=["long", "no text"])
 def test_a_reason_that_is_too_long_or_no_text_is_cut_and_still_understood(
@@ -111,7 +111,7 @@ def test_a_follower_is_not_asked_for() -> None:
 
 
 def test_each_direction_has_its_own_messages() -> None:
-    for_giver: list[PeerMessage] = [ASK, GRANT, Refuse(1, 1, "", 0), Adopted(1, 1), Release(1, 1, "")]
+    for_giver: list[PeerMessage] = [ASK, GRANT, Refuse(1, 1, ""), Adopted(1, 1), Release(1, 1, "")]
     for_taker: list[PeerMessage] = [Offer(1, 1, 3), Renew(1, 1), COMMIT, Decline(1, 1, PdCode.TIMEOUT, "")]
     others: list[tuple[list[PeerMessage], Callable[[bytes], object]]] = [
         (for_giver, decode_to_decode_side), (for_giver, decode_registration),
@@ -138,7 +138,6 @@ def test_each_direction_has_its_own_messages() -> None:
         Grant(1, 1, 0, 0, b""),
         Offer(1, 1, -1),
         Offer(1, 1, 2**31),
-        Refuse(1, 1, "", -1),
         Decline(1, 1, 200, ""),  # type: ignore[arg-type]
         replace(COMMIT, token=-1),
         replace(COMMIT, token=2**31),

@@ -95,8 +95,6 @@ class HandoverSettings:
 class HandoverConfig(HandoverSettings):
     renew_us: AtLeastOne = 500_000
     """Interval at which the prefill side renews a lease."""
-    retry_after_us: AtLeastOne = 100_000
-    """Sent with a refusal."""
     local_tokens: Annotated[int, Bounds(least=0)] = 16
     """A prompt with at most this many uncached tokens is prefilled where it decodes."""
     vocabulary: int = 1 << 31

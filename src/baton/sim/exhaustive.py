@@ -60,7 +60,7 @@ def small_world(*, pulls: bool, on_preempt: OnPreempt, path: PrefillPath) -> Sce
     """Requests: a prompt of one chunk, one of several with two choices, one with a cached prefix, one that is aborted."""
     config = WorkerConfig(
         slots=3, blocks=14, block_size=4, context_tokens=40, step_tokens=8, on_preempt=on_preempt,
-        handover=HandoverConfig(lease_us=60_000, renew_us=15_000, deadline_us=400_000, retry_after_us=5_000, local_tokens=2),
+        handover=HandoverConfig(lease_us=60_000, renew_us=15_000, deadline_us=400_000, local_tokens=2),
         prefill_path=path,
     )  # fmt: skip
     prompts = ((1, 2, 3, 4, 5, 6), tuple(range(14)), (*range(14), 9, 9), (7, 7, 7, 7, 8))

@@ -278,7 +278,7 @@ class DecodeSide(HandoverSide):
         handover, reason = entry.handover, "no slot or too few free blocks beside the reserve"
         self._move(entry, DecodeHandoverMove.REFUSE)
         fault = self._note_fault(PdCode.REFUSED, PdStage.OFFER, reason)
-        refuse = Refuse(handover.request, handover.attempt, reason, self._config.retry_after_us)
+        refuse = Refuse(handover.request, handover.attempt, reason)
         acts: Acts = [Tell(handover.peer, refuse), AttemptFailed(handover, fault)]
         if self._resumes:
             gives_up = handover.attempt >= ATTEMPTS_MAX

@@ -87,7 +87,6 @@ class Refuse(WireMessage, tag="refuse", frozen=True):
     request: Long
     attempt: Positive
     reason: Reason
-    retry_after_us: Long
 
 
 class Renew(WireMessage, tag="renew", frozen=True):
