@@ -50,7 +50,7 @@ from benchmarks.compare import SERVING_LOADS
 from benchmarks.options import JsonIfGiven, ModelArgument, Seed
 from benchmarks.runner import (
     OTHERS_CORES_MAX,
-    BadOptions,
+    BadBenchmarkOptions,
     Columns,
     Experiment,
     MeasurementFailed,
@@ -74,7 +74,7 @@ BLOCKS, CONTEXT_TOKENS = 4096, 4096
 WARM_UP_TOKENS = 4
 
 
-class BadLoad(BadOptions):
+class BadLoad(BadBenchmarkOptions):
     """A load that cannot be run; the message says why."""
 
 

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from baton.bench.child_processes import Child, ChildFailed, free_port, started
 from baton.bench.client import BenchRequest, ServerUnreachable, TargetServer, first_model, open_http
-from baton.bench.load import Closed, Plan, RunResult, run_load
+from baton.bench.load import ClosedLoopRate, LoadPlan, RunResult, run_load
 from baton.bench.machine import OtherLoad
 from baton.bench.stats import percentile
 from baton.bench.workload import BenchSession, Endpoint, Recipe, Round, TokenRange
@@ -117,9 +117,9 @@ async def _load_once(load: RoutedLoad, way: RoutedPath, urls: Sequence[str], bet
 
 
 async def _half(load: RoutedLoad, url: str, parts: int, seed: int) -> RunResult:
-    plan = Plan(
+    plan = LoadPlan(
         target=TargetServer(url, MODEL, Endpoint.CHAT),  # not every router takes token ids
-        loop=Closed(load.concurrency // parts),
+        loop=ClosedLoopRate(load.concurrency // parts),
         recipe=Recipe(seed, BYTES),
         ask=BenchRequest(),
         warmup=8,

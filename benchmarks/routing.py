@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 
 from baton.bench.client import BenchRequest, TargetServer, first_model, open_http
-from baton.bench.load import Closed, Plan, run_load
+from baton.bench.load import ClosedLoopRate, LoadPlan, run_load
 from baton.bench.sim_run import blocks_of
 from baton.bench.stats import describe
 from baton.bench.workload import BenchSession, Recipe
@@ -91,7 +91,7 @@ async def _run(
 ) -> RoutingRun:
     async with open_http(1) as http:
         model = await first_model(http, url)
-    plan = Plan(TargetServer(url, model), Closed(load.concurrency), Recipe(load.seed), BenchRequest(), warmup=6)
+    plan = LoadPlan(TargetServer(url, model), ClosedLoopRate(load.concurrency), Recipe(load.seed), BenchRequest(), warmup=6)
     result = await run_load(plan, sessions, lambda _done, _tokens: progress.done())
     failed = [record for record in result.records if record.error is not None]
     if failed:

@@ -49,16 +49,17 @@ class MeasurementFailed(Exception):
     """A run gave no valid measurement; the message says why."""
 
 
-class BadOptions(Exception):
+class BadBenchmarkOptions(Exception):
     """Invalid options; the message says why."""
 
 
-class NoTrace(BadOptions):
+class NoTrace(BadBenchmarkOptions):
     """No trace found; the message says how to name one."""
 
 
 WRONG_COMMAND = (
-    BadOptions, BadSimOptions, BadStepTimes, BadStore, BadWorkload, ModelUnavailable, PlotUnavailable, TraceMalformed,
+    BadBenchmarkOptions, BadSimOptions, BadStepTimes, BadStore, BadWorkload, ModelUnavailable, PlotUnavailable,
+    TraceMalformed,
 )  # fmt: skip
 FAILED = (BatonError, ChildFailed, MeasurementFailed)
 

@@ -42,7 +42,7 @@ from baton.bench.client import (
     first_model,
     open_http,
 )
-from baton.bench.load import Closed, Plan, RunResult, run_load
+from baton.bench.load import ClosedLoopRate, LoadPlan, RunResult, run_load
 from baton.bench.report import summarise
 from baton.bench.workload import BenchSession, Endpoint, Recipe, Round, TokenRange, WorkloadShape, fixed_sessions
 from benchmarks.runner import MeasurementFailed, Progress, Report, machine_title
@@ -199,7 +199,7 @@ class ServersInTurn:
         endpoint: Endpoint = Endpoint.COMPLETIONS,
     ) -> RunResult:
         target = TargetServer(serving.url, serving.model, endpoint, timeout_s=RUN_LIMIT_S)
-        plan = Plan(target, Closed(concurrency), Recipe(seed, self.tokens), seconds_max=RUN_LIMIT_S)
+        plan = LoadPlan(target, ClosedLoopRate(concurrency), Recipe(seed, self.tokens), seconds_max=RUN_LIMIT_S)
         with self._alone(serving):
             serving.child.check_alive()
             result = asyncio.run(run_load(plan, iter(sessions)))

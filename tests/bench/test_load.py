@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 import pytest
 
 from baton.bench.client import BenchRequest, TargetServer, retry_after_s
-from baton.bench.load import Closed, Loop, Open, Plan, RunResult, run_load
+from baton.bench.load import ClosedLoopRate, LoadPlan, Loop, OpenLoopRate, RunResult, run_load
 from baton.bench.report import summarise
 from baton.bench.workload import BenchSession, Endpoint, Recipe, Round, WorkloadShape, fixed_sessions, poisson_arrivals
 from tests.bench.server import Faults, OpenAiServer
@@ -26,7 +26,7 @@ def run(
     warmup: int = 0,
 ) -> RunResult:
     target = TargetServer(server.url, "words", endpoint, timeout_s=timeout_s)
-    plan = Plan(target, loop or Closed(4), Recipe(), ask or BenchRequest(), seconds_max, warmup)
+    plan = LoadPlan(target, loop or ClosedLoopRate(4), Recipe(), ask or BenchRequest(), seconds_max, warmup)
     return asyncio.run(run_load(plan, sessions))
 
 
@@ -37,7 +37,7 @@ def singles(count: int, tokens: int = 3) -> Iterator[BenchSession]:
 @pytest.mark.parametrize("endpoint", list(Endpoint))
 def test_a_closed_loop_counts_exactly_and_keeps_its_concurrency(serve: Serve, endpoint: Endpoint) -> None:
     server = serve(Faults(token_s=0.002))
-    result = run(server, singles(21), Closed(5), endpoint=endpoint)
+    result = run(server, singles(21), ClosedLoopRate(5), endpoint=endpoint)
     summary = summarise(result)
     assert (summary.counts.sent, summary.counts.succeeded, summary.counts.failed) == (21, 21, 0)
     assert (summary.counts.prompt_tokens, summary.counts.output_tokens) == (21 * 8, 21 * 3)
@@ -65,7 +65,7 @@ def test_token_ids_and_sampling_are_sent_as_asked(serve: Serve) -> None:
 def lateness_s(server: OpenAiServer) -> list[float]:
     """Of each session of an open loop at 200 a second."""
     sessions = list(fixed_sessions(20, Round(8, 2), WorkloadShape(), poisson_arrivals(200.0, seed=3)))
-    result = run(server, iter(sessions), Open(100))
+    result = run(server, iter(sessions), OpenLoopRate(100))
     assert summarise(result).counts.succeeded == 20
     assert [record.due_s for record in result.records] == [session.due_s for session in sessions]
     return [record.sent_s - record.due_s for record in result.records]
@@ -82,7 +82,9 @@ def test_an_open_loop_is_punctual(serve: Serve) -> None:
 
 def test_an_open_loop_never_has_more_outstanding_than_its_bound(serve: Serve) -> None:
     server = serve(Faults(token_s=0.01))
-    result = run(server, fixed_sessions(12, Round(8, 3), WorkloadShape(), poisson_arrivals(10_000.0, seed=0)), Open(3))
+    result = run(
+        server, fixed_sessions(12, Round(8, 3), WorkloadShape(), poisson_arrivals(10_000.0, seed=0)), OpenLoopRate(3)
+    )
     assert server.in_flight_max == 3
     delay = summarise(result).latency.start_delay_ms
     assert delay is not None
@@ -91,7 +93,7 @@ def test_an_open_loop_never_has_more_outstanding_than_its_bound(serve: Serve) ->
 
 def test_errors_are_counted_by_kind(serve: Serve) -> None:
     server = serve(Faults(status={0: 429, 1: 503, 2: 503, 3: 400}, error_event={4}, cut={5}, short={6}))
-    summary = summarise(run(server, singles(10), Closed(1)))
+    summary = summarise(run(server, singles(10), ClosedLoopRate(1)))
     assert {kind: error.count for kind, error in summary.errors.items()} == {
         "http_429": 1, "http_503": 2, "http_400": 1, "error_event": 1, "broken_stream": 1, "token_count": 1,
     }  # fmt: skip
@@ -102,14 +104,14 @@ def test_errors_are_counted_by_kind(serve: Serve) -> None:
 
 def test_a_short_answer_is_fine_when_the_end_token_counts(serve: Serve) -> None:
     server = serve(Faults(short={0}))
-    summary = summarise(run(server, singles(2), Closed(1), BenchRequest(ignore_eos=False)))
+    summary = summarise(run(server, singles(2), ClosedLoopRate(1), BenchRequest(ignore_eos=False)))
     assert (summary.counts.failed, summary.counts.output_tokens) == (0, 5)
     assert "ignore_eos" not in server.bodies[0]
 
 
 def test_retries_honour_retry_after(serve: Serve) -> None:
     server = serve(Faults(status={0: 429, 1: 503}, retry_after="0.1"))
-    result = run(server, singles(1), Closed(1), BenchRequest(retries_max=5))
+    result = run(server, singles(1), ClosedLoopRate(1), BenchRequest(retries_max=5))
     assert summarise(result).counts.failed == 0
     assert result.records[0].retries == 2
     assert result.records[0].e2e_s >= 0.2
@@ -117,7 +119,7 @@ def test_retries_honour_retry_after(serve: Serve) -> None:
 
 def test_retries_are_bounded(serve: Serve) -> None:
     server = serve(Faults(status=dict.fromkeys(range(10), 429), retry_after="0"))
-    summary = summarise(run(server, singles(1), Closed(1), BenchRequest(retries_max=2)))
+    summary = summarise(run(server, singles(1), ClosedLoopRate(1), BenchRequest(retries_max=2)))
     assert (summary.counts.failed, summary.counts.retries, len(server.bodies)) == (1, 2, 3)
 
 
@@ -146,7 +148,7 @@ def test_answers_without_usage_are_counted_by_events_and_said(serve: Serve) -> N
 
 def test_sessions_carry_history_on_completions(serve: Serve) -> None:
     server = serve()
-    result = run(server, fixed_sessions(2, Round(8, 3), WorkloadShape(rounds=3, think_s=0.001)), Closed(1))
+    result = run(server, fixed_sessions(2, Round(8, 3), WorkloadShape(rounds=3, think_s=0.001)), ClosedLoopRate(1))
     assert [len(body["prompt"]) for body in server.bodies] == [8, 19, 30] * 2
     assert server.bodies[1]["prompt"][:11] == [*server.bodies[0]["prompt"], 500, 501, 502]
     assert [(record.session, record.round) for record in result.records] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
@@ -154,7 +156,7 @@ def test_sessions_carry_history_on_completions(serve: Serve) -> None:
 
 def test_sessions_carry_history_on_chat(serve: Serve) -> None:
     server = serve()
-    run(server, fixed_sessions(1, Round(8, 2), WorkloadShape(rounds=2)), Closed(1), endpoint=Endpoint.CHAT)
+    run(server, fixed_sessions(1, Round(8, 2), WorkloadShape(rounds=2)), ClosedLoopRate(1), endpoint=Endpoint.CHAT)
     messages = server.bodies[1]["messages"]
     assert [message["role"] for message in messages] == ["user", "assistant", "user"]
     assert messages[0] == server.bodies[0]["messages"][0]
@@ -163,7 +165,7 @@ def test_sessions_carry_history_on_chat(serve: Serve) -> None:
 
 def test_a_session_whose_round_failed_goes_no_further(serve: Serve) -> None:
     server = serve(Faults(status={0: 500}))
-    result = run(server, fixed_sessions(2, Round(8, 2), WorkloadShape(rounds=2)), Closed(1))
+    result = run(server, fixed_sessions(2, Round(8, 2), WorkloadShape(rounds=2)), ClosedLoopRate(1))
     assert [(record.session, record.round, record.error) for record in result.records] == [
         (0, 0, "http_500"),
         (1, 0, None),
@@ -177,7 +179,7 @@ def test_a_slow_answer_times_out(serve: Serve) -> None:
 
 
 def test_the_whole_run_ends_at_its_limit(serve: Serve) -> None:
-    result = run(serve(Faults(token_s=5.0)), singles(100), Closed(2), seconds_max=0.3)
+    result = run(serve(Faults(token_s=5.0)), singles(100), ClosedLoopRate(2), seconds_max=0.3)
     assert result.cut_short
     assert [record.error for record in result.records] == ["run_ended", "run_ended"]
 

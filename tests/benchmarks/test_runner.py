@@ -15,7 +15,7 @@ from baton.core.errors import BatonError
 from benchmarks import runner
 from benchmarks.__main__ import COMMANDS, app
 from benchmarks.runner import (
-    BadOptions,
+    BadBenchmarkOptions,
     Experiment,
     Measured,
     MeasuredSide,
@@ -119,7 +119,7 @@ def test_a_report_is_written_with_when_and_where_it_was_made(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("outcome", "code"),
     [
-        (BadOptions("no"), 2),
+        (BadBenchmarkOptions("no"), 2),
         (NoTrace("no"), 2),
         (MeasurementFailed("no"), 1),
         (BatonError("no"), 1),

@@ -33,7 +33,7 @@ from baton.api.model_text import ModelText
 from baton.api.open_requests import not_open
 from baton.api.original_request import OriginalRequest
 from baton.api.prepare import CHAT_PATH, COMPLETION_PATH, PreparedRequest, RequestPreparer
-from baton.api.request_ids import HEADER, RequestIdMiddleware, asker_of
+from baton.api.request_ids import HEADER, RequestIdMiddleware, owner_of
 from baton.api.responses import encode
 from baton.api.schema import DetokenizeBody, TokenizeBody, check_tokenize, parse
 from baton.api.settings import ApiSettings
@@ -81,7 +81,7 @@ class ApiRoutes:
     async def generate(self, request: Request) -> Response:
         path: str = request.scope["path"]
         with refusals_logged(self._engine, request.state.request_id, path):
-            raw, asker = await self._body(request), asker_of(request)
+            raw, asker = await self._body(request), owner_of(request)
             origin = OriginalRequest(path, raw, asker.tenant, asker.request_id, secrets.randbits(63), int(time.time()))
             prepared = await self._prepared(origin)
             run = await self._server.accept(prepared, request.receive)

@@ -37,7 +37,7 @@ class ChoiceFailed(Exception):
     """The engine ended a choice with an internal error; the client may retry."""
 
 
-class NotCarried(Exception):
+class NoInstanceLeft(Exception):
     """A router found no instance that could finish a choice."""
 
     def __init__(self, fault: PdFault, token_ids: list[list[int]]) -> None:
@@ -191,7 +191,7 @@ class ChoiceStreams:
             return []  # tokens after a stop string or a cancel are dropped
         delta = reader.read(burst)
         if delta.rescheduled is not None and self._carried:
-            self._error = NotCarried(delta.rescheduled.fault, [one.token_ids for one in self.readers])
+            self._error = NoInstanceLeft(delta.rescheduled.fault, [one.token_ids for one in self.readers])
             return []
         if delta.finish is FinishReason.ERROR:
             self._error = ChoiceFailed(f"choice {index} failed in the engine after {reader.tokens} tokens")

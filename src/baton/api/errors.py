@@ -94,7 +94,7 @@ def engine_dead(reason: str) -> ApiError:
     return ApiError(503, f"The engine is dead: {reason}", "engine_dead", code="engine_dead")
 
 
-def not_carried(fault: PdFault, token_ids: list[list[int]] | None) -> ApiError:
+def no_instance_left(fault: PdFault, token_ids: list[list[int]] | None) -> ApiError:
     """No instance could finish the request. `token_ids` by choice, only when the client asked for token ids."""
     details: dict[str, object] = {"code": int(fault.code), "stage": fault.stage.value, "retryable": True}
     if token_ids is not None:

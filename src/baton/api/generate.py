@@ -15,10 +15,10 @@ from contextlib import asynccontextmanager, contextmanager
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from baton.api.choice_streams import ChoiceFailed, ChoiceStreams, ClientGone, NotCarried
+from baton.api.choice_streams import ChoiceFailed, ChoiceStreams, ClientGone, NoInstanceLeft
 from baton.api.choice_streams import Receive as ReceiveMessage
 from baton.api.engine import Engine, EngineDead, Gauges, TokenStream
-from baton.api.errors import ApiError, engine_dead, not_carried, refused
+from baton.api.errors import ApiError, engine_dead, no_instance_left, refused
 from baton.api.logs import FinishedRequest, access
 from baton.api.metrics import AnswerTimes, Metrics
 from baton.api.open_requests import OpenRequests
@@ -177,8 +177,8 @@ def _as_api_error(prepared: PreparedRequest) -> Iterator[None]:
         raise engine_dead(str(death)) from None
     except Refused as refusal:
         raise refused(refusal.refusal, prepared.prompt_field) from None
-    except NotCarried as failure:
-        raise not_carried(failure.fault, failure.token_ids if prepared.return_token_ids else None) from None
+    except NoInstanceLeft as failure:
+        raise no_instance_left(failure.fault, failure.token_ids if prepared.return_token_ids else None) from None
     except ChoiceFailed as failure:
         raise ApiError(503, f"{failure}; try again", "server_error", code="request_failed") from None
 

@@ -53,7 +53,7 @@ def _path_label(scope: Scope) -> str:
     return route.path if isinstance(route, Route) else "other"
 
 
-def asker_of(request: Request) -> RequestOwner:
+def owner_of(request: Request) -> RequestOwner:
     """The tenant and request id of a request; raises a 400 when the client's id is invalid."""
     given = request.headers.get(HEADER)
     if given is not None and not is_sane_id(given):

@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from baton.bench.child_processes import Child, ChildFailed, free_port, started
 from baton.bench.client import RequestRecord, ServerUnreachable, TargetServer, first_model, open_http
-from baton.bench.load import Closed, Plan, run_load
+from baton.bench.load import ClosedLoopRate, LoadPlan, run_load
 from baton.bench.scheduler import time_scheduler
 from baton.bench.stats import median
 from baton.bench.step_plans import StepPlans, stop_of
@@ -346,7 +346,7 @@ def _last_first_s(records: Sequence[RequestRecord]) -> float:
 
 
 def _send(target: TargetServer, requests: int, input_tokens: int, output_tokens: int) -> list[RequestRecord]:
-    plan = Plan(target, Closed(requests), Recipe(0, DELIVERY_IDS), seconds_max=START_LIMIT_S)
+    plan = LoadPlan(target, ClosedLoopRate(requests), Recipe(0, DELIVERY_IDS), seconds_max=START_LIMIT_S)
     result = asyncio.run(run_load(plan, fixed_sessions(requests, Round(input_tokens, output_tokens), WorkloadShape())))
     if any(record.error is not None for record in result.records):
         raise CannotCalibrate("requests to a scripted server failed, so what serving costs beside the engine is not known")

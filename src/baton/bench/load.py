@@ -27,24 +27,24 @@ class LoadTooLarge(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Closed:
+class ClosedLoopRate:
     """Always this many sessions at once."""
 
     concurrency: int
 
 
 @dataclass(frozen=True, slots=True)
-class Open:
+class OpenLoopRate:
     """Each session starts when it is due, unless this many are alive already: then it waits, and the delay is reported."""
 
     outstanding_max: int
 
 
-Loop = Closed | Open
+Loop = ClosedLoopRate | OpenLoopRate
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LoadPlan:
     target: TargetServer
     loop: Loop
     recipe: Recipe = field(default_factory=Recipe)
@@ -66,7 +66,7 @@ class RunResult:
 class _Run:
     """One run in progress."""
 
-    def __init__(self, plan: Plan, http: aiohttp.ClientSession, progress: Progress) -> None:
+    def __init__(self, plan: LoadPlan, http: aiohttp.ClientSession, progress: Progress) -> None:
         self.result = RunResult()
         self._plan = plan
         self._progress = progress
@@ -133,19 +133,19 @@ class _Run:
 
 
 async def run_load(
-    plan: Plan, sessions: Iterator[BenchSession], progress: Progress = lambda _done, _tokens: None
+    plan: LoadPlan, sessions: Iterator[BenchSession], progress: Progress = lambda _done, _tokens: None
 ) -> RunResult:
     """Send all sessions and wait for the answers. Request failures are in the records; only caller errors raise."""
-    connections = plan.loop.concurrency if isinstance(plan.loop, Closed) else plan.loop.outstanding_max
+    connections = plan.loop.concurrency if isinstance(plan.loop, ClosedLoopRate) else plan.loop.outstanding_max
     async with open_http(connections) as http:
         await _warm_up(plan, http)
         run = _Run(plan, http, progress)
         try:
             async with asyncio.timeout(plan.seconds_max):
                 match plan.loop:
-                    case Closed(concurrency):
+                    case ClosedLoopRate(concurrency):
                         await run.closed(sessions, concurrency)
-                    case Open(outstanding_max):
+                    case OpenLoopRate(outstanding_max):
                         await run.open(sessions, outstanding_max)
         except TimeoutError:
             run.cut()
@@ -154,7 +154,7 @@ async def run_load(
         return run.result
 
 
-async def _warm_up(plan: Plan, http: aiohttp.ClientSession) -> None:
+async def _warm_up(plan: LoadPlan, http: aiohttp.ClientSession) -> None:
     if not plan.warmup:
         return
     client = StreamingClient(http, plan.target, plan.ask)

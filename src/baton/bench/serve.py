@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 
 from baton.bench.client import BenchRequest, TargetServer
-from baton.bench.load import RECORDS_MAX, Closed, Loop, Open, Plan
+from baton.bench.load import RECORDS_MAX, ClosedLoopRate, LoadPlan, Loop, OpenLoopRate
 from baton.bench.machine import describe_machine
 from baton.bench.report import SCHEMA, ServeReport, ServeSummary
 from baton.bench.traces import TracedRequest, read_trace, smear
@@ -167,12 +167,12 @@ def _check(options: ServeOptions) -> None:
 
 def loop_of(options: ServeOptions) -> Loop:
     if options.open_loop:
-        return Open(options.max_outstanding)
-    return Closed(options.concurrency or CONCURRENCY_DEFAULT)
+        return OpenLoopRate(options.max_outstanding)
+    return ClosedLoopRate(options.concurrency or CONCURRENCY_DEFAULT)
 
 
-def plan_of(options: ServeOptions, model: str, api_key: str | None) -> Plan:
-    return Plan(
+def plan_of(options: ServeOptions, model: str, api_key: str | None) -> LoadPlan:
+    return LoadPlan(
         target=TargetServer(options.url, model, options.endpoint, api_key, options.timeout_s),
         loop=loop_of(options),
         recipe=Recipe(options.seed, options.id_range),
@@ -192,9 +192,9 @@ def report_of(options: ServeOptions, model: str, summary: ServeSummary) -> Serve
 
 def title_of(options: ServeOptions, model: str) -> str:
     match loop_of(options):
-        case Closed(concurrency):
+        case ClosedLoopRate(concurrency):
             how = f"closed loop, {concurrency} at once"
-        case Open(outstanding_max):
+        case OpenLoopRate(outstanding_max):
             pace = f"{options.rate:g} /s Poisson" if options.rate is not None else f"trace times × {options.speed:g}"
             how = f"open loop, {pace}, at most {outstanding_max} outstanding"
     if options.trace is not None:
