@@ -93,7 +93,7 @@ class SessionEffects:
     turned_away: str | None = None
     """Why the router rejected this instance; the session must be closed."""
     fenced: str | None = None
-    """Set with `moved_away` where the rejection is final: a later incarnation of this name has joined."""
+    """Set with `turned_away` where the rejection is final: a later incarnation of this name has joined."""
 
 
 class InstanceSessions:
