@@ -77,7 +77,7 @@ class WorkerDriver:
     def wake_us(self) -> int | None:
         """Time of the next tick if no event comes first; None: an event comes, or there is nothing to do.
 
-        Nothing is planned while a step computes: its end is the next event.
+        Once no further step may be planned, the end of the oldest step in flight is the next event.
         """
         deadline = self._worker.next_deadline()
         if deadline is None or not self.steps_in_flight:
