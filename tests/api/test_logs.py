@@ -234,7 +234,7 @@ def test_metrics_tell_the_role_peers_and_hand_overs(served: Served, engine: Scri
 
 def test_metrics_tell_what_is_beyond_the_pool(served: Served, engine: ScriptedEngine) -> None:
     storage = StorageGauges(
-        host_rows=1, host_used=2, hauls=20, saved=3, unsaved=4, loaded=5, stored=6, unstored=7, fetched=8,
+        host_rows=1, host_used=2, transfers=20, saved=3, unsaved=4, loaded=5, stored=6, unstored=7, fetched=8,
         recompute_cheaper=11, failed=12, late=13, breaker_open=1, breaker_opened=15,
     )  # fmt: skip
     moved = StoreTraffic(

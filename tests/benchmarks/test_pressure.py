@@ -55,8 +55,8 @@ def test_each_pool_is_measured_on_both_sides_in_turns(tmp_path: Path) -> None:
     asked = options(tmp_path, peer="", pairs=2)
     pools = asked.pools
     ours = ("--token-s", "0.002", "--preemptions-name", "baton_num_preemptions_total")
-    peers = ("--token-s", "0.01", "--preemptions-name", "vllm:num_preemptions_total")
-    pooled = [fake(OURS, pools[0], *ours), fake(PEER, pools[0], *peers), fake(OURS, pools[1], "--token-s", "0.01")]
+    peers = ("--token-s", "0.05", "--preemptions-name", "vllm:num_preemptions_total")
+    pooled = [fake(OURS, pools[0], *ours), fake(PEER, pools[0], *peers), fake(OURS, pools[1], "--token-s", "0.05")]
     work = Pressure(asked, pooled, Progress(printed.append, lambda _what: None, lambda: None))
     report = work.run()
     assert report.failures == []

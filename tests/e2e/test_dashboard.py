@@ -133,7 +133,7 @@ class View:
 
 def hostile_state() -> RouterState:
     state, name = RouterState(0), Instance(HOSTILE)
-    state.asked(RequestNumber(1), HOSTILE, HOSTILE, 3, 1, 1_000_000)
+    state.request_received(RequestNumber(1), HOSTILE, HOSTILE, 3, 1, 1_000_000)
     for at, stage in enumerate(TimelineStage, 1):
         state.take(TimelineNoted(RequestNumber(1), 0, stage, name, at * 1_000_000, HOSTILE), 0)
     state.take(FleetChanged(name, 1, HOSTILE, HOSTILE), 3_000_000)

@@ -97,7 +97,7 @@ async def test_what_is_beyond_the_pool_arrives(engine: EngineClient) -> None:
 
 
 async def test_it_is_idle_when_what_is_kept_of_kv_is_where_it_should_be(engine: EngineClient) -> None:
-    at_work = replace(GAUGES, handovers=HandoverGauges(), storage=StorageGauges(hauls=1))
+    at_work = replace(GAUGES, handovers=HandoverGauges(), storage=StorageGauges(transfers=1))
     hear(engine, StepOutput(b"", b"", b"", (), (), (), at_work))
     idle = asyncio.ensure_future(engine.wait_idle())
     await asyncio.sleep(0)
