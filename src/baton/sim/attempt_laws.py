@@ -65,7 +65,8 @@ class AttemptLaws:
         config, life = self._config, self._life
         losses_max = min(config.loss_retry_count, config.fruitless_loss_count - 1)
         ran_out = choice.yields > config.preempt_retry_count or choice.losses > losses_max
-        nobody = now_us >= life.served_us + config.absent_us and not any(s.serves for s in life.sessions.values())
+        absent_us = now_us - max(life.served_us, request.arrived_us, request.waits_since_us)
+        nobody = absent_us >= config.absent_us and not any(s.serves for s in life.sessions.values())
         return ran_out or nobody or now_us >= request.arrived_us + config.deadline_us
 
     def deserved(self, request: RequestSeen, choice: ChoiceSeen, outcome: ChoiceOutcome, now_us: int) -> None:
@@ -100,7 +101,8 @@ class AttemptLaws:
             )
             if waits and old_us > config.deadline_us + late_us:
                 raise LawBroken(WAITS_IN_TIME, f"{request.origin!r} is {old_us} µs old")
-            alone_us = now_us - max(request.arrived_us, self._life.served_us, self._life.woke_us)
+            since_us = max(request.arrived_us, request.waits_since_us)
+            alone_us = now_us - max(since_us, self._life.served_us, self._life.woke_us)
             begun = request.found or any(
                 c.delivered or (c.placement is not None and c.placement.is_open) for c in request.choices
             )

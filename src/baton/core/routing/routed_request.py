@@ -168,6 +168,8 @@ class RoutedRequest:
     """Order of arrival."""
     arrived_us: int
     deadline_us: int
+    waits_since_us: int
+    """Time of its arrival, or since which an instance that had accepted it does not have it any more."""
     priority: int = 0
     choices: list[RoutedChoice] = field(default_factory=list)
     attempts: dict[int, Attempt] = field(default_factory=dict)

@@ -133,6 +133,7 @@ class Router:
             case DeadlineCame():
                 self._due()
         if requests.should_place:
+            self._absence.expire()
             self._dispatcher.place()
         return effects
 
