@@ -155,6 +155,7 @@ class AttemptBook(RouterWatcher):
                 session.doomed = message.engine_silent_us >= self._config.suspect_us
                 self._names(session, message)
             case Accepted(ticket, serials):
+                session.sign_us = now_us
                 attempt = session.tickets.pop(ticket, None)
                 for placement, serial in zip(attempt.placements if attempt is not None else (), serials, strict=False):
                     placement.serial, placement.opened_us = serial, now_us
@@ -163,6 +164,7 @@ class AttemptBook(RouterWatcher):
                     if placement.choice.placement is not placement:  # another instance has reported the choice meanwhile
                         self._life.left_behind.append(placement)
             case RefusedMessage(ticket, code):
+                session.sign_us = now_us
                 attempt = session.tickets.pop(ticket, None)
                 for placement in attempt.placements if attempt is not None else ():
                     placement.called_back = True

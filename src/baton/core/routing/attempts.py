@@ -66,7 +66,6 @@ class Attempts:
         if choice is None or choice.attempt is None:
             requests.counts.late += 1
             return
-        choice.attempt.member.heard_us = requests.now_us
         if choice.state is not ChoiceState.OPEN:
             self._came_after_cut(choice, event.end)
             return

@@ -125,6 +125,13 @@ class HeartbeatCame:
 
 
 @dataclass(frozen=True, slots=True)
+class MessageCame:
+    """A message of an instance that concerns no open choice: it is a sign of life all the same."""
+
+    session: Session
+
+
+@dataclass(frozen=True, slots=True)
 class InstanceLost:
     """The connection has ended."""
 
@@ -208,6 +215,7 @@ class DeadlineCame:
 RouterEvent = (
     InstanceJoined
     | HeartbeatCame
+    | MessageCame
     | InstanceLost
     | InstanceDrains
     | RequestArrived

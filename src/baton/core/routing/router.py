@@ -36,6 +36,7 @@ from baton.core.routing.events import (
     InstanceDrains,
     InstanceJoined,
     InstanceLost,
+    MessageCame,
     OrderDrain,
     RejectInstance,
     RequestArrived,
@@ -109,12 +110,17 @@ class Router:
         self._wake(now_us)
         match event:
             case TokensCame():
+                self.fleet.heard(event.session, now_us)
                 self._attempts.came(event)
             case HeartbeatCame():
                 self._beaten(event)
+            case MessageCame(session):
+                self.fleet.heard(session, now_us)
             case AttemptAccepted():
+                self.fleet.heard(event.session, now_us)
                 self._attempts.accepted(event)
             case AttemptRefused():
+                self.fleet.heard(event.session, now_us)
                 self._attempts.refused(event)
             case RequestArrived():
                 self._dispatcher.arrived(event)
