@@ -15,6 +15,8 @@ ONCE_BROKEN = {
     "the time to drain was counted from a Join whose held requests came later": 94814429,
     "a paused instance learned of its lost session when its grace was over": 406954596,
     "an instance was suspected while its messages came, all about choices that were called back": 710000194,
+    "a router that stood still for less than two beats counted that as silence of an instance": 1791479938,
+    "steps launched on a slow device lasted longer than its slowness, and excused nothing": 1791480154,
 }
 
 

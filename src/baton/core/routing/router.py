@@ -155,7 +155,7 @@ class Router:
         if self._settles_us is None:
             self._settles_us = now_us + SETTLE_US
             self._absence.watch()
-        elif gap_us > 2 * beat_us and self.fleet.members:
+        elif gap_us > beat_us and self.fleet.members:
             self.fleet.excuse(gap_us - beat_us)
 
     def _due(self) -> None:
