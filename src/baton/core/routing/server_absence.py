@@ -47,8 +47,8 @@ class ServerAbsence:
         text = f"no instance has served for {self._absent_us // 1000} ms"
         for request in dict.fromkeys(waiting):
             patience_us = self._patient_until_us(request, since_us)
-            if any(choice.attempt is not None for choice in request.choices):
-                times.append(requests.now_us + requests.config.beat_us)  # an instance that drains has another choice of it
+            if _has_a_place(request):
+                times.append(requests.now_us + requests.config.beat_us)
             elif patience_us > requests.now_us:
                 times.append(patience_us)
             elif request.opened:
@@ -59,3 +59,8 @@ class ServerAbsence:
 
     def _patient_until_us(self, request: RoutedRequest, since_us: int) -> int:
         return max(since_us, request.waits_since_us) + self._absent_us
+
+
+def _has_a_place(request: RoutedRequest) -> bool:
+    """Whether an instance, one that drains, has another choice of the request."""
+    return any(choice.attempt is not None for choice in request.choices)
