@@ -141,6 +141,8 @@ class RequestSeen:
     choices: list[ChoiceSeen]
     placements: list[ChoiceAtInstance] = field(default_factory=list)
     over: bool = False
+    waits_since_us: int = 0
+    """When an instance that had accepted it was last lost, or gave it up."""
     left: bool = False
     """Its client disconnected, or did not come back to resume it."""
     accepted: bool = False

@@ -82,6 +82,8 @@ class InstanceFrontEnd:
         self._grace_us = grace_us
         self._away_us: int | None = None
         """When it lost the router; None while it is welcomed."""
+        self._lost_us = front.world.now_us
+        """When it last lost a session, welcomed or not."""
         self._engine_us = front.world.now_us
         """When the engine last sent a message."""
         self._begun_us = front.world.now_us
@@ -154,13 +156,20 @@ class InstanceFrontEnd:
         self._beats.set(None)
         self.sessions.lost(reason, self._front.world.now_us)
         self._ticks.set(self.sessions.next_deadline())
-        if self._away_us is None:
-            self._away_us = self._front.world.now_us
-            self._front.after(self._grace_us + KEPT_US, self._keeps_nothing, self._away_us)
+        self._lost_us = now_us = self._front.world.now_us
+        self._away_us = now_us if self._away_us is None else self._away_us
+        kept_until_us = max(now_us, self._away_us + self._grace_us)
+        self._front.after(kept_until_us + KEPT_US - now_us, self._keeps_nothing, self._away_us, now_us)
 
-    def _keeps_nothing(self, away_us: int) -> None:
-        """The grace period without a router is over: nothing may be kept for it."""
-        if self._away_us == away_us and self.sessions.kept_choices and self.sessions.state is InstanceSessionState.AWAY:
+    def _keeps_nothing(self, away_us: int, lost_us: int) -> None:
+        """The grace period without a router is over: nothing may be kept for it.
+
+        A session that did not get to its welcome does not extend it, but nothing is dropped while that session is there: a
+        process that was paused learns both at once, the end of the session and that its grace is over.
+        """
+        if (self._away_us, self._lost_us) != (away_us, lost_us):
+            return
+        if self.sessions.kept_choices and self.sessions.state is InstanceSessionState.AWAY:
             raise LawBroken(FORGOTTEN, f"{self.life.host.name} keeps {self.sessions.kept_choices} choices for a lost router")
 
     def took(self, frames: list[bytes]) -> None:

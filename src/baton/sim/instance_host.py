@@ -121,7 +121,8 @@ class InstanceHost:
         """End of the last fault here for which a router may suspect it; now, while one lasts."""
         absent = self.instance is None or self.instance.worker is None
         stands = self.host.paused or self.front.paused
-        return self.host.world.now_us if absent or stands else self._hurt_until_us
+        slow_until_us = 0 if self.instance is None else self.instance.device.slow_until_us
+        return self.host.world.now_us if absent or stands else max(self._hurt_until_us, slow_until_us)
 
     def boot(self) -> None:
         if not self._rolling:

@@ -258,7 +258,7 @@ class RouterHost:
 
     def lost(self, session: Session, reason: str) -> None:
         self._by_session.pop(session, None)
-        self.watcher.lost(session)
+        self.watcher.lost(session, self.host.world.now_us)
         self._carry_out(self.sessions.lost(session, reason, self.host.world.now_us))
 
     def forged_by_member(self, connection: RouterLine, frame: bytes) -> None:

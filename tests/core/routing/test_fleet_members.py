@@ -12,6 +12,7 @@ from baton.core.routing.config import RouterConfig
 from baton.core.routing.events import (
     AdmitInstance,
     CancelChoices,
+    ClientLeft,
     CloseSession,
     DeadlineCame,
     DeliverTokens,
@@ -22,6 +23,7 @@ from baton.core.routing.events import (
     InstanceDrains,
     InstanceJoined,
     InstanceLost,
+    MessageCame,
     OrderDrain,
     RejectInstance,
     SendAttempt,
@@ -219,6 +221,40 @@ def test_what_the_router_slept_through_is_nobodys_silence() -> None:
     assert not bench.of(CloseSession), "it has all of its time again, less a beat"
     bench.pass_us(400_000, "a")
     assert bench.of(CloseSession)
+
+
+@pytest.mark.parametrize("beats", [1.5, 1.9, 2.5, 20])
+def test_time_in_which_the_router_stood_still_is_no_silence_of_an_instance(beats: float) -> None:
+    """Also not with the shortest time of silence that may be set, and a sign of life that was just due."""
+    bench = Bench(RouterConfig(beat_us=200_000, suspect_us=400_000))
+    bench.join(facts("a"))
+    bench.pass_us(150_000, "a")
+    bench.arrive(submission("x"))
+    bench.now_us += int(beats * 200_000)
+    bench.tell(DeadlineCame())
+    assert not bench.ever(CloseSession)
+    bench.pass_us(400_000, "a")
+    assert bench.ever(CloseSession)
+
+
+@pytest.mark.parametrize("kind", ["tokens", "answer", "other"])
+def test_an_instance_is_not_silent_while_any_message_of_it_comes(kind: str) -> None:
+    """Also one about a choice that it does not have any more, from this router's point of view."""
+    bench = Bench()
+    bench.join(facts("a"))
+    body, send = bench.open(submission("x"))
+    bench.tell(ClientLeft(body))
+    for _ in range(20):
+        bench.pass_us(bench.config.suspect_us // 3, "a")
+        if kind == "tokens":
+            bench.came(send, 1)
+        elif kind == "answer":
+            bench.take(send)
+        else:
+            bench.tell(MessageCame(send.session))
+    assert not bench.ever(CloseSession)
+    bench.pass_us(bench.config.suspect_us + bench.config.beat_us, "a")
+    assert bench.ever(CloseSession)
 
 
 def test_a_silent_engine_behind_a_living_front_end_is_found() -> None:

@@ -48,7 +48,7 @@ class Dispatcher:
         if waiting > waiting_max and request.choices[0].state is ChoiceState.WAITING:
             text = f"{waiting - len(request.choices)} choices wait for a place and at most {waiting_max} may"
             requests.decline(request, RefusalCode.QUEUE_FULL, text)
-        self._absence.wait()
+        self._absence.wait(request)
 
     def place(self) -> None:
         """Send every choice that is due and finds room, in the order of the queue."""

@@ -129,6 +129,13 @@ class HeartbeatCame:
 
 
 @dataclass(frozen=True, slots=True)
+class MessageCame:
+    """A message of an instance that concerns no open choice: it is a sign of life all the same."""
+
+    session: Session
+
+
+@dataclass(frozen=True, slots=True)
 class InstanceLost:
     """The connection has ended."""
 
@@ -212,6 +219,7 @@ class DeadlineCame:
 RouterEvent = (
     InstanceJoined
     | HeartbeatCame
+    | MessageCame
     | InstanceLost
     | InstanceDrains
     | RequestArrived

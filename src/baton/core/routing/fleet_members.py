@@ -252,6 +252,12 @@ class FleetMembers:
             member.heard_us += late_us
             member.progress_us += late_us
 
+    def heard(self, session: Session, now_us: int) -> None:
+        """A message came from there, whatever it is about."""
+        member = self.members.get(session)
+        if member is not None:
+            member.heard_us = now_us
+
     def beaten(self, member: FleetMember, sign: Heartbeat, now_us: int) -> Suspicion | None:
         if not sign.computing or sign.ledger.steps != member.ledger.steps:
             member.progress_us = now_us

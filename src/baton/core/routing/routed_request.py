@@ -179,6 +179,8 @@ class RoutedRequest:
     arrived_us: int
     deadline_us: int
     """By this time an instance must have accepted it."""
+    waits_since_us: int
+    """Time of its arrival, or since which an instance that had accepted it does not have it any more."""
     asked_us: int = 0
     """Unix time at which its first front end took it (`Submission.arrived_us`), whichever router that was."""
     priority: int = 0

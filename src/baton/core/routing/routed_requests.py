@@ -111,7 +111,7 @@ class RoutedRequests:
     def open(self, number: RequestNumber, tenant: str | None, origin: bytes, choices: int) -> RoutedRequest:
         self._arrivals += 1
         request = RoutedRequest(number, tenant, digest_of(origin), origin, self._arrivals, self.now_us,
-                                self.now_us + self.config.deadline_us, open_choices=choices)  # fmt: skip
+                                self.now_us + self.config.deadline_us, self.now_us, open_choices=choices)  # fmt: skip
         request.choices = [RoutedChoice(request, index, None) for index in range(choices)]
         self.by_number[number] = self._in_time[number] = request
         if origin:

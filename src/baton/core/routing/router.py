@@ -36,6 +36,7 @@ from baton.core.routing.events import (
     InstanceDrains,
     InstanceJoined,
     InstanceLost,
+    MessageCame,
     OrderDrain,
     RejectInstance,
     RequestArrived,
@@ -109,12 +110,17 @@ class Router:
         self._wake(now_us)
         match event:
             case TokensCame():
+                self.fleet.heard(event.session, now_us)
                 self._attempts.came(event)
             case HeartbeatCame():
                 self._beaten(event)
+            case MessageCame(session):
+                self.fleet.heard(session, now_us)
             case AttemptAccepted():
+                self.fleet.heard(event.session, now_us)
                 self._attempts.accepted(event)
             case AttemptRefused():
+                self.fleet.heard(event.session, now_us)
                 self._attempts.refused(event)
             case RequestArrived():
                 self._dispatcher.arrived(event)
@@ -133,6 +139,7 @@ class Router:
             case DeadlineCame():
                 self._due()
         if requests.should_place:
+            self._absence.expire()
             self._dispatcher.place()
         return effects
 
@@ -148,7 +155,7 @@ class Router:
         if self._settles_us is None:
             self._settles_us = now_us + SETTLE_US
             self._absence.watch()
-        elif gap_us > 2 * beat_us and self.fleet.members:
+        elif gap_us > beat_us and self.fleet.members:
             self.fleet.excuse(gap_us - beat_us)
 
     def _due(self) -> None:
