@@ -1,4 +1,4 @@
-"""Time limit of requests while no instance serves: those without a token end after `absent_us`.
+"""Time limit of requests while no instance serves: those without a token end after `absent_us`, others at their deadline.
 
 Counted from the time since which no instance serves and the request waits for one: from its arrival, or from the loss of an
 instance that had accepted it. A refusal does not start it again; a request that is refused after its time ends at once.
@@ -40,12 +40,9 @@ class ServerAbsence:
         requests, since_us, due_us = self._requests, self._since_us, self.due_us
         if since_us is None or due_us is None or due_us > requests.now_us:
             return
-        waiting = [
-            c.request for c in requests.queue.all_waiting() if not any(other.delivered for other in c.request.choices)
-        ]
         times = []
         text = f"no instance has served for {self._absent_us // 1000} ms"
-        for request in dict.fromkeys(waiting):
+        for request in dict.fromkeys(choice.request for choice in requests.queue.all_waiting()):
             patience_us = self._patient_until_us(request, since_us)
             if _has_a_place(request):
                 times.append(requests.now_us + requests.config.beat_us)
@@ -58,7 +55,9 @@ class ServerAbsence:
         self.due_us = min(times, default=None)
 
     def _patient_until_us(self, request: RoutedRequest, since_us: int) -> int:
-        return max(since_us, request.waits_since_us) + self._absent_us
+        patience_us = max(since_us, request.waits_since_us) + self._absent_us
+        has_tokens = any(choice.delivered for choice in request.choices)
+        return max(patience_us, request.deadline_us) if has_tokens else patience_us
 
 
 def _has_a_place(request: RoutedRequest) -> bool:
