@@ -25,25 +25,24 @@ from baton.core.routing.config import RouterConfig, RoutingPolicy
 from baton.sim.client_requests import ClientRequest
 from baton.sim.faults import CopyRates, DiskRates, FaultRates, KvRates, NetworkRates, StoreRates
 from baton.sim.faulty_transfers import KvTimes
+from baton.sim.line_times import LineTimes
 from baton.sim.scenario import FlatTimes, Scenario, UserPlan
 from baton.sim.storage_copies import CopyTimes
 from baton.sim.store import StoreTimes
-from baton.wire.link import LinkConfig
 
 # fmt: off
 WAITS_TOO_LONG = Scenario(
     seed=50_746_684,
     roles=(DECODE, PREFILL, DECODE, PREFILL),
     classes=("crowding", "delay", "disk", "drain", "overload"),
-    rates=FaultRates(network=NetworkRates(delay_us=200, jitter_us=234, loss=0.0, duplication=0.0, reordering=0.0,
-        late_us=372_772, spike=0.029351662238134027, spike_us=203_787, bit_flip=0.0),
+    rates=FaultRates(network=NetworkRates(delay_us=200, jitter_us=234, spike=0.029351662238134027, spike_us=203_787),
         disk=DiskRates(slow=0.2806217949929921, full=0.5648356668955609, torn=0.33030294990852715,
         lost=0.5351864880562547, corrupt=0.13873878701505785), kv=KvRates(broken=0.0, refused=0.0, flipped=0.0,
         stalled=0.0, lost=0.0, slow_fence=0.0, echo=0.0), copies=CopyRates(slow=0.0, fails=0.0, slow_fence=0.0,
         hasty=0.0), store=StoreRates(slow=0.0, hangs=0.0, fails=0.0, full=0.0, torn=0.0, lost=0.0, flipped=0.0,
         swapped=0.0, alien=0.0), store_absences=0, store_wipes=0, store_deaths=0, partitions=0, peer_partitions=0,
-        step_crashes=0, step_pauses=0, clogs=0, crashes=0, pauses=0, front_pauses=0, rolling_restarts=0,
-        router_crashes=0, router_pauses=0, old_lives=0, drains=3, late_joins=0, engine_stalls=0, resets=0.0,
+        step_crashes=0, step_pauses=0, stalls=0, crashes=0, pauses=0, front_pauses=0, rolling_restarts=0,
+        router_crashes=0, router_pauses=0, old_lives=0, drains=3, late_joins=0, engine_stalls=0,
         forgeries=0, slow_devices=0, disagreement=0.0, disconnect=0.0, slow_reader=0.0, nonsense=0.0,
         overload=1.8672071210070555),
     config=WorkerConfig(slots=2, blocks=23, block_size=2, context_tokens=42, step_tokens=2, burst=1, depth=3,
@@ -67,8 +66,7 @@ WAITS_TOO_LONG = Scenario(
     kv=KvTimes(delay_us=2000, jitter_us=500, piece_us=5, burst=1, verify_us=10, fence_us=100, pulls=True),
     layers=2,
     times=FlatTimes(base_us=14_921, token_us=95),
-    link=LinkConfig(window=16, backlog_max=1024, ack_delay_us=2000, ack_every=4, resend_us=30_000,
-        resend_us_max=240_000, resend_burst=1, heartbeat_us=200_000, silent_us=1_500_000, acceptor_silent_us=1_500_000),
+    line=LineTimes(heartbeat_us=200_000, silent_us=1_500_000, unacknowledged_us=1_500_000),
     span_us=731_639,
     users=(
         UserPlan(at_us=54_498, converses=False, asks=(ClientRequest(index=2, prompt=(29, 30, 2, 6, 26, 31, 12, 29, 7, 18, 12, 8,
@@ -115,14 +113,13 @@ STAYS_AT_A_DRAINING_INSTANCE = Scenario(
     seed=94_814_429,
     roles=(MIXED, MIXED, MIXED, MIXED),
     classes=("crowding", "disconnect", "drain", "engine-stall", "reordering", "router-crash"),
-    rates=FaultRates(network=NetworkRates(delay_us=200, jitter_us=0, loss=0.0, duplication=0.0,
-        reordering=0.2571314042535437, late_us=133_210, spike=0.0, spike_us=0, bit_flip=0.0), disk=DiskRates(slow=0.0,
+    rates=FaultRates(network=NetworkRates(delay_us=200, jitter_us=0), disk=DiskRates(slow=0.0,
         full=0.0, torn=0.0, lost=0.0, corrupt=0.0), kv=KvRates(broken=0.0, refused=0.0, flipped=0.0, stalled=0.0,
         lost=0.0, slow_fence=0.0, echo=0.0), copies=CopyRates(slow=0.0, fails=0.0, slow_fence=0.0, hasty=0.0),
         store=StoreRates(slow=0.0, hangs=0.0, fails=0.0, full=0.0, torn=0.0, lost=0.0, flipped=0.0, swapped=0.0,
         alien=0.0), store_absences=0, store_wipes=0, store_deaths=0, partitions=0, peer_partitions=0, step_crashes=0,
-        step_pauses=0, clogs=0, crashes=0, pauses=0, front_pauses=0, rolling_restarts=0, router_crashes=2,
-        router_pauses=0, old_lives=0, drains=2, late_joins=0, engine_stalls=1, resets=0.0, forgeries=0, slow_devices=0,
+        step_pauses=0, stalls=0, crashes=0, pauses=0, front_pauses=0, rolling_restarts=0, router_crashes=2,
+        router_pauses=0, old_lives=0, drains=2, late_joins=0, engine_stalls=1, forgeries=0, slow_devices=0,
         disagreement=0.0, disconnect=0.29390069372705946, slow_reader=0.0, nonsense=0.0, overload=1.0),
     config=WorkerConfig(slots=5, blocks=6, block_size=8, context_tokens=35, step_tokens=7, burst=1, depth=3,
         waiting_max=64, prefix_cache=False, reserve=ReservePolicy.FIXED_BLOCKS, ratio_initial=0.7, ratio_decay=0.001,
@@ -145,8 +142,7 @@ STAYS_AT_A_DRAINING_INSTANCE = Scenario(
     kv=KvTimes(delay_us=300, jitter_us=0, piece_us=500, burst=4, verify_us=10, fence_us=5000, pulls=True),
     layers=1,
     times=FlatTimes(base_us=17_231, token_us=253),
-    link=LinkConfig(window=64, backlog_max=1024, ack_delay_us=500, ack_every=16, resend_us=30_000,
-        resend_us_max=240_000, resend_burst=1, heartbeat_us=200_000, silent_us=300_000, acceptor_silent_us=400_000),
+    line=LineTimes(heartbeat_us=200_000, silent_us=400_000, unacknowledged_us=400_000),
     span_us=1_251_339,
     users=(
         UserPlan(at_us=523_157, converses=False, asks=(ClientRequest(index=0, prompt=(29, 30, 1, 6, 13, 27, 26, 6, 29), choices=1,
