@@ -32,7 +32,7 @@ from baton.core.engine.orders import ReportChanges
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.worker import Event, Launch, StepDone, Tick, Worker
 from baton.core.errors import BatonError
-from baton.core.handover.messages import PeerEffect
+from baton.core.handover.messages import PeerEffect, PeerEvent
 from baton.core.tiers.transfers import StorageEffect
 from baton.executor.contract import Executor
 from baton.kv.store import BadStore
@@ -83,6 +83,9 @@ _IPC = "ipc://"
 
 class PeerOrders(Protocol):
     """Carries out orders that concern peers. Every method returns at once."""
+
+    def before_handling(self, event: PeerEvent) -> None:
+        """The worker is about to handle this."""
 
     def carry_out(self, effect: PeerEffect) -> None: ...
 
@@ -206,6 +209,8 @@ class EngineLoop:
         if isinstance(item, ThreadFailure):
             raise item.error
         if not isinstance(item, Future):
+            if self._handovers is not None and isinstance(item, PeerEvent):
+                self._handovers.before_handling(item)
             return item
         done = item.result()  # raises the step's exception
         if self._handovers is not None:

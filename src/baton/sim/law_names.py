@@ -54,6 +54,7 @@ OPEN_COUNTS = "the router knows what is open where"
 TRUE_NAMES = "the router knows what an instance has cached, and of nobody else's cache"
 CAN_RESUME = "what an instance has kept can be resumed"
 STRANGERS = "a stranger changes nothing"
+WHOLE_FRAMES = "a connection delivers what was sent in it: whole, once and in order"
 OWN_CHECKS = "our own code found no fault"
 
 
