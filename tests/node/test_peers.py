@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from baton.core.config import DECODE, MIXED, PREFILL, Role
-from baton.core.handover.messages import Adopted, Ask, Heard, PeerEvent, PeerId, PeerLost, PeerOpened, Renew
+from baton.core.handover.faults import PdCode
+from baton.core.handover.messages import Adopted, Ask, Decline, Heard, PeerEvent, PeerId, PeerLost, PeerOpened, Renew
 from baton.kv.transfer_contract import KvLayout
 from baton.node import peer_connection as connection_module
 from baton.node import peers as peers_module
@@ -368,7 +369,7 @@ def test_a_peer_that_does_not_read_is_hung_up(make: Make, call: Call, monkeypatc
     call(prefill).register()
     assert prefill.next() == PeerOpened(PeerId("caller"))
     for number in range(40_000):
-        prefill.peers.send(PeerId("caller"), Decline(number, 1, PdFault(PdStage.OFFER, PdCause.OTHER), "x" * 500))
+        prefill.peers.send(PeerId("caller"), Decline(number, 1, next(iter(PdCode)), "x" * 500))
     assert isinstance(prefill.next(), PeerLost)
     assert prefill.peers.refused[ConnectionFault.NOT_READING] == 1
     still_serves(make, prefill)

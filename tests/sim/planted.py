@@ -730,15 +730,18 @@ def pass_on_signs_of_life(patch: Patch) -> None:
     patch.set("take_into", take_into)
 
 
-@wire("what is to be written is written in the wrong order")
-def write_backwards(patch: Patch) -> None:
-    output_then = patch.original("SealedStream.output")
+@wire("a sign of life does not count as one, and an idle peer is given up")
+def hear_no_sign_of_life(patch: Patch) -> None:
+    receive_then = patch.original("SealedStream.receive")
 
-    def output(self: SealedStream) -> Any:
-        self._output.reverse()
-        return output_then(self)
+    def receive(self: SealedStream, data: bytes, now_us: int) -> Any:
+        before_us = self._heard_us
+        received = receive_then(self, data, now_us)
+        if not (received.opened or received.frames):
+            self._heard_us = before_us
+        return received
 
-    patch.set("SealedStream.output", output)
+    patch.set("SealedStream.receive", receive)
 
 
 @wire("an idle side gives no sign of life, and healthy instances are given up")
