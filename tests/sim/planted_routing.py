@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -34,7 +35,7 @@ from baton.core.routing.server_absence import ServerAbsence
 from baton.wire import router_sessions
 from baton.wire.engine_messages import StepOutput
 from baton.wire.held_choices import HeldChoices, HeldState
-from baton.wire.instance_sessions import InstanceSessions, SessionEffects
+from baton.wire.instance_sessions import InstanceSessions, InstanceSessionState, SessionEffects
 from tests.sim.planted import Patch, core, wire
 from tests.sim.planted_peers import BUGS
 
@@ -111,6 +112,16 @@ def bill_the_last_leg(patch: Patch) -> None:
         )
 
     patch.set("add_bill", add_bill)
+
+
+@core("the end of an attempt is billed again whenever its instance joins again")
+def bill_an_end_at_every_join(patch: Patch) -> None:
+    keys = count()
+
+    def attempt_key(choice: RoutedChoice, member: FleetMember) -> Any:
+        return member.name, next(keys), choice.began_with, choice.sent_preemptions
+
+    patch.set("attempt_key", attempt_key)
 
 
 # ── retries ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -328,11 +339,6 @@ def overlook_a_silent_engine(patch: Patch) -> None:
     patch.set("FleetMembers.beaten", beaten)
 
 
-@core("only heartbeats count as signs of life, however much else comes")
-def hear_heartbeats_only(patch: Patch) -> None:
-    patch.set("FleetMembers.heard", lambda self, session, now_us: None)
-
-
 @core("a router that slept takes its own silence for that of its instances")
 def count_own_lateness(patch: Patch) -> None:
     patch.set("FleetMembers.excuse", lambda self, late_us: None)
@@ -514,7 +520,22 @@ def forget_to_take_up_what_was_held(patch: Patch) -> None:
 
 @wire("an instance keeps what it had for a lost router for ever")
 def keep_beyond_the_grace(patch: Patch) -> None:
-    patch.set("InstanceSessions.next_deadline", lambda self: None)
+    due_then = patch.original("InstanceSessions.next_deadline")
+
+    def next_deadline(self: InstanceSessions) -> int | None:
+        return due_then(self) if self.state is InstanceSessionState.JOINING else None
+
+    patch.set("InstanceSessions.next_deadline", next_deadline)
+
+
+@wire("an instance waits for the answer to its join for as long as the connection is there")
+def wait_for_a_welcome_for_ever(patch: Patch) -> None:
+    due_then = patch.original("InstanceSessions.next_deadline")
+
+    def next_deadline(self: InstanceSessions) -> int | None:
+        return None if self.state is InstanceSessionState.JOINING else due_then(self)
+
+    patch.set("InstanceSessions.next_deadline", next_deadline)
 
 
 @wire("of the rows that come while no router is there, the first is not written down")
