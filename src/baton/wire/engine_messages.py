@@ -28,7 +28,7 @@ from baton.core.errors import BatonError, Refusal, RefusalCode
 _Number = TypeVar("_Number", bound=np.generic)
 _Message = TypeVar("_Message")
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 FRAME_BYTES_MAX = 64 << 20
 
 

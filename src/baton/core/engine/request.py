@@ -44,6 +44,7 @@ from baton.core.bounds import (
     FLOAT_MAX,
     INT32_MAX,
     LISTED_MAX,
+    MOVE_US_PER_TOKEN_MAX,
     REQUEST_ID_CHARS_MAX,
     SALT_BYTES_MAX,
     Address,
@@ -177,6 +178,8 @@ class Submission(Struct, array_like=True, frozen=True, forbid_unknown_fields=Tru
     """Outputs that the client already has, from instances that ran it before; they count towards `max_tokens`."""
     prefill_at: Address = ""
     """The peer to prefill it, if the sender has chosen one; empty: any."""
+    move_us_per_token: Annotated[float, Meta(ge=0, le=MOVE_US_PER_TOKEN_MAX)] | None = None
+    """How long moves after a preemption take, as the sending router has last measured; None: it has measured none."""
 
     @property
     def known(self) -> Tokens:

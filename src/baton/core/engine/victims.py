@@ -31,6 +31,8 @@ class RecoveryRates:
     """From the store to host memory."""
     look_us: float = 500.0
     """Time of one look-up in the store."""
+    move_us_per_token: float | None = None
+    """From a preemption to the next token on another instance, as routers measure it. None: not measured yet."""
 
 
 def candidates(slots: Slots, asker: int) -> Int64s:
@@ -51,15 +53,3 @@ def choose_victim(policy: VictimPolicy, slots: Slots, asker: int, bring_back_us:
         case VictimPolicy.CHEAPEST:
             order = np.lexsort((-slots.serial[rows], -slots.priority[rows], bring_back_us(rows)))
             return int(rows[order[0]])
-
-
-def computing_us(tokens: Int64s, rates: RecoveryRates) -> Int64s:
-    """Time to compute the lost tokens again."""
-    return np.asarray((tokens * rates.prefill_us_per_token).astype(np.int64))
-
-
-def copying_us(tokens: Int64s, block_size: int, rates: RecoveryRates) -> Int64s:
-    """Time to bring back the lost tokens if host memory keeps whole blocks of them."""
-    blocks = tokens // block_size
-    copying = (blocks * rates.copy_us_per_block).astype(np.int64)
-    return np.asarray(copying + computing_us(tokens - blocks * block_size, rates))

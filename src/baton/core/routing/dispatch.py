@@ -80,7 +80,7 @@ class Dispatcher:
             name: prefiller.facts.peer_address for name, (_, prefiller, _) in prefills.items() if prefiller is not member
         }
         pairs = [(choice, self._query.settled(choice)) for choice in batch]
-        group = group_of(pairs, prefill_at)
+        group = group_of(pairs, prefill_at, requests.move_meter.us_per_token)
         attempt = request.attempt_at(member, list(batch))
         for choice, submission in pairs:
             requests.move(choice, ChoiceMove.PLACE)

@@ -25,7 +25,7 @@ from baton.core.errors import Refusal
 from baton.core.handover.faults import PdFault
 from baton.core.routing.identity import AttemptId, ChoiceAttempt, RequestNumber
 
-MEMBERSHIP_VERSION = 1
+MEMBERSHIP_VERSION = 2
 """Version of the messages between routers and instances."""
 
 Session = NewType("Session", int)

@@ -124,6 +124,8 @@ class RoutedChoice:
     outcome: ChoiceOutcome | None = None
     prefill: tuple[FleetMember, int] | None = None
     """The instance chosen to prefill it and the number of tokens, until the first token comes."""
+    yielded_us: int | None = None
+    """Time of its preemption, until the first token after it; None if it was not preempted, or has resumed."""
 
     @property
     def where(self) -> Instance | None:
@@ -269,7 +271,9 @@ def leads(submission: Submission) -> RequestId:
     return submission.leader if submission.leader is not None else submission.request_id
 
 
-def group_of(choices: Sequence[tuple[RoutedChoice, Submission]], prefill_at: dict[RequestId, str]) -> tuple[Submission, ...]:
+def group_of(
+    choices: Sequence[tuple[RoutedChoice, Submission]], prefill_at: dict[RequestId, str], move_us_per_token: float | None
+) -> tuple[Submission, ...]:
     """The choices of one request as one group that continues where each of them stopped.
 
     Their former leader may have ended or be elsewhere: the first choice of the group with the same prompt leads the others.
@@ -281,5 +285,13 @@ def group_of(choices: Sequence[tuple[RoutedChoice, Submission]], prefill_at: dic
         leader = leaders.get(prompt)
         leaders.setdefault(prompt, submission.request_id)
         generated = frozen_tokens(choice.delivered)
-        group.append(replace(submission, leader=leader, generated=generated, prefill_at=prefill_at.get(prompt, "")))
+        group.append(
+            replace(
+                submission,
+                leader=leader,
+                generated=generated,
+                prefill_at=prefill_at.get(prompt, ""),
+                move_us_per_token=move_us_per_token,
+            )
+        )
     return tuple(group)
