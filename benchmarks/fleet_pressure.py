@@ -25,7 +25,16 @@ from baton.sim.run_records import RunRecord
 from baton.sim.step_times import load_step_times
 from benchmarks.jobs import cores, run_jobs
 from benchmarks.options import JsonIfGiven, Processes
-from benchmarks.runner import Columns, Experiment, Progress, Report, print_remarks, run_benchmark, table_of
+from benchmarks.runner import (
+    BadBenchmarkOptions,
+    Columns,
+    Experiment,
+    Progress,
+    Report,
+    print_remarks,
+    run_benchmark,
+    table_of,
+)
 
 STEP_TIMES = "h200-8b"
 INPUT_TOKENS, OUTPUT_TOKENS = (50, 400), (300, 1500)
@@ -248,11 +257,18 @@ def fleet_pressure(
     """
 
     def prepare(progress: Progress) -> Experiment[FleetPressureReport]:
-        shapes = [SHAPES[int(number)] for number in fleets.split(",")]
-        jobs = list(jobs_of(shapes, seeds, shrink))
+        jobs = list(jobs_of(_shapes(fleets), seeds, shrink))
         return Experiment(len(jobs), lambda: measure(jobs, processes or cores(), progress))
 
     run_benchmark(prepare, show, json_file)
+
+
+def _shapes(fleets: str) -> list[FleetShape]:
+    known = {str(number): shape for number, shape in enumerate(SHAPES)}
+    chosen = [part.strip() for part in fleets.split(",")]
+    if unknown := [part for part in chosen if part not in known]:
+        raise BadBenchmarkOptions(f"--fleets {fleets!r}: there is no fleet {unknown[0]!r}, only {', '.join(known)}")
+    return [known[part] for part in chosen]
 
 
 def show(console: Console, report: FleetPressureReport) -> None:
