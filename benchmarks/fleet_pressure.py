@@ -59,8 +59,7 @@ class FleetShape(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        roles = f"{SPLIT_PREFILLS}P2D" if self.is_split else "2 mixed"
-        return f"{roles}, pools {self.pool_requests}×, {self.requests} requests"
+        return f"{'1P2D' if self.is_split else 'mixed'}, {self.pool_requests}×, {self.requests}"
 
 
 SHAPES = (FleetShape(60, 2), FleetShape(100, 3), FleetShape(150, 4), FleetShape(100, 3, is_split=True))
@@ -299,7 +298,7 @@ def _duration(percent: float) -> Callable[[Row], str]:
 
 
 COLUMNS: Columns[Row] = (
-    ("fleet", lambda runs: runs[0].job.shape.name),
+    ("fleet, pools, requests", lambda runs: runs[0].job.shape.name),
     ("reserve, victims, on preempt", lambda runs: runs[0].job.policy),
     ("lost", lambda runs: f"{sum(len(run.lost) for run in runs)} of {sum(run.job.shape.requests for run in runs):,}"),
     ("moves", _total(lambda run: run.moves)),
