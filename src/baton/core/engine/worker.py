@@ -252,6 +252,8 @@ class Worker:
         serials: dict[RequestId, Serial] = {}
         for submission in event.group:
             leader = serials[submission.leader] if submission.leader is not None else None
+            if submission.move_us_per_token is not None:
+                self.scheduler.rates.move_us_per_token = submission.move_us_per_token
             serials[submission.request_id] = self.scheduler.enqueue(
                 submission, self._limit(submission), self._now_us, leader
             )

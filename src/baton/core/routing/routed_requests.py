@@ -32,6 +32,7 @@ from baton.core.routing.events import (
 )
 from baton.core.routing.fleet_members import FleetMembers
 from baton.core.routing.identity import RequestNumber
+from baton.core.routing.move_meter import MoveMeter
 from baton.core.routing.phase_notes import PhaseTimeline
 from baton.core.routing.placement_queue import PlacementQueue
 from baton.core.routing.rate_limits import RateLimits
@@ -88,6 +89,7 @@ class RoutedRequests:
         self.counts = RouterCounts()
         self.queue = PlacementQueue()
         self.timeline = PhaseTimeline()
+        self.move_meter = MoveMeter()
         self.now_us = 0
         self.effects: list[RouterEffect] = []
         """Time of the current event."""
