@@ -72,6 +72,11 @@ class InternalField(ApiError):
         message = f"'{name}' is internal and cannot be set by a client"
         super().__init__(400, message, param=name, code="unsupported_parameter")
 
+    def unless(self, way: str) -> ApiError:
+        """The same, with the way in which it may be set."""
+        self.message += f"; {way}"
+        return self
+
 
 def unsupported(param: str, message: str) -> ApiError:
     return invalid(param, message, "unsupported_parameter")

@@ -48,6 +48,7 @@ from baton.node.secrets import prefix_secret, shared_prefix_secret, store_key
 from baton.node.settings import EngineSettings, InstanceSettings
 from baton.node.torch_import import block_torch_import
 from baton.wire.instance_sessions import InstanceSessions
+from baton.wire.request_proof import ProofChecker
 
 HOST_CHARS_MAX = 32
 DEATH_SHOWN_S = 2.0
@@ -161,7 +162,9 @@ class _Instance:
 
     async def _serve(self, engine: EngineClient, text: ModelText, listener: socket.socket) -> None:
         metrics = Metrics(engine, self._settings.names[0])
-        http = HttpServer(create_app(engine, text, self._api, metrics))
+        key = self._engine_settings.cluster_key
+        proofs = ProofChecker(key, time.time) if key else None
+        http = HttpServer(create_app(engine, text, self._api, metrics, proofs=proofs))
         serving = http.start(listener)
         freeze_gc()
         self._say(self._banner(engine, listener))
