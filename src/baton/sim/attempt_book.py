@@ -150,7 +150,7 @@ class AttemptBook(RouterWatcher):
                     self._ended(session, ended, now_us)
             case HeartbeatMessage():
                 session.sign_us = now_us
-                session.doomed = message.engine_silent_us >= self._config.suspect_us
+                session.doomed = message.engine_silent_us >= self._config.engine_suspect_us(message.engine_runs)
                 self._names(session, message)
             case Accepted(ticket, serials):
                 attempt = session.tickets.pop(ticket, None)

@@ -174,6 +174,7 @@ class FuzzedWorld:
             partial(_scripted, scenario.layers),
             scenario.times,
             None if router is None and not scenario.has_store else self._secret,
+            stall_us=scenario.stall_us,
         )
         instance_table = self.front.instance_tables[number] if router is None else None
         node = InstanceHost(

@@ -4,6 +4,7 @@ one."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from baton.core.engine.gauges import SchedulerGauges
 from baton.wire.engine_messages import Pulse
@@ -42,6 +43,18 @@ class CachedPrefixes:
         return fresh, _take_keys(self._named), _take_keys(self._forgotten)
 
 
+@dataclass(frozen=True, slots=True)
+class EngineVitals:
+    """What a front end sees of its engine's process."""
+
+    silent_us: int
+    """Time since its last message or beat."""
+    runs: bool
+    """Whether a silent process uses a CPU or waits for one."""
+    step_limit_us: int
+    """Time after which a step that has not ended is a stall."""
+
+
 class Heartbeats:
     def __init__(self, is_routed: Callable[[int], bool]) -> None:
         self._is_routed = is_routed
@@ -65,11 +78,14 @@ class Heartbeats:
         self._notes += [(serial, phase, now_us - ago) for serial, phase, ago in pulse.notes if self._is_routed(serial)]
         del self._notes[:-NOTES_A_BEAT_MAX]
 
-    def beat(self, silent_us: int, now_us: int) -> HeartbeatMessage:
+    def beat(self, engine: EngineVitals, now_us: int) -> HeartbeatMessage:
         fresh, named, forgotten = self._prefixes.take()
         notes = tuple((serial, phase, max(0, now_us - at_us)) for serial, phase, at_us in self._notes)
         self._notes.clear()
-        return HeartbeatMessage(self._gauges, max(0, silent_us), self._computing, fresh, named, forgotten, notes)
+        return HeartbeatMessage(
+            self._gauges, max(0, engine.silent_us), engine.runs, engine.step_limit_us, self._computing, fresh, named,
+            forgotten, notes,
+        )  # fmt: skip
 
 
 def _take_keys(keys: dict[bytes, None]) -> bytes:

@@ -23,7 +23,7 @@ def heartbeat_of(beat: HeartbeatMessage, attempts: Mapping[int, ChoiceAttempt]) 
     notes = tuple(
         PhaseReport(attempts[serial], phase, ago_us) for serial, phase, ago_us in beat.notes if serial in attempts
     )  # fmt: skip
-    return Heartbeat(beat.gauges, beat.engine_silent_us, beat.computing, names, notes)
+    return Heartbeat(beat.gauges, beat.engine_silent_us, beat.computing, names, notes, beat.engine_runs, beat.step_limit_us)
 
 
 def tokens_left(submission: Submission, context_tokens: int) -> int:

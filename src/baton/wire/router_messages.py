@@ -116,6 +116,8 @@ class AllHeldSaid(WireMessage, tag="settled", frozen=True):
 class HeartbeatMessage(WireMessage, tag="beat", frozen=True):
     gauges: SchedulerGauges
     engine_silent_us: Long
+    engine_runs: bool
+    step_limit_us: Long
     computing: bool
     fresh: bool
     named: Keys

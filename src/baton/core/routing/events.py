@@ -25,7 +25,7 @@ from baton.core.errors import Refusal
 from baton.core.handover.faults import PdFault
 from baton.core.routing.identity import AttemptId, ChoiceAttempt, RequestNumber
 
-MEMBERSHIP_VERSION = 1
+MEMBERSHIP_VERSION = 2
 """Version of the messages between routers and instances."""
 
 Session = NewType("Session", int)
@@ -83,6 +83,10 @@ class Heartbeat:
     """Steps are in flight, so `ledger.steps` must grow."""
     names: CachedKeysChanged = NO_KEYS_CHANGED
     notes: tuple[PhaseReport, ...] = ()
+    engine_runs: bool = False
+    """A second sign beside silence: the engine's process uses a CPU or waits for one, so it is late and not stopped."""
+    step_limit_us: int = 60_000_000
+    """Time after which a step there that has not ended is a stall."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
