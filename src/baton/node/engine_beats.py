@@ -33,11 +33,11 @@ class LoopProgress:
 
 class EngineBeats:
     def __init__(self, path: str, progress: LoopProgress) -> None:
+        self._path = path
         self._progress = progress
         self._over = threading.Event()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
-        self._socket.connect(path)
         self._thread = threading.Thread(target=self._run, name="baton-beats", daemon=True)
 
     def start(self) -> None:
@@ -50,5 +50,6 @@ class EngineBeats:
 
     def _run(self) -> None:
         while not self._over.wait(BEAT_US / 1e6):
-            with contextlib.suppress(BlockingIOError, ConnectionError):  # the front end does not read, or is gone
-                self._socket.send(encode_beat(self._progress.beat()))
+            # The front end does not read, or is gone: nobody misses this beat.
+            with contextlib.suppress(BlockingIOError, ConnectionError, FileNotFoundError):
+                self._socket.sendto(encode_beat(self._progress.beat()), self._path)

@@ -132,6 +132,22 @@ class InstanceSpec:
         return ExecutorShape(config.slots, config.blocks, config.block_size, config.context_tokens, config.burst)
 
 
+class SimulatedBeats:
+    """The beats of an engine, sent while a step computes too; a paused host sends none."""
+
+    def __init__(self, host: Host) -> None:
+        self.on_beat: Callable[[bytes], None] | None = None
+        """None: nobody watches its progress."""
+        self.launched = self.settled = self.turns = 0
+        self._host = host
+        self._alarm = Alarm(host, self.beat)
+
+    def beat(self) -> None:
+        if self.on_beat is not None:
+            self.on_beat(encode_beat(EngineBeat(self.launched, self.settled, self.turns, waits=True)))
+            self._alarm.set(self._host.world.now_us + BEAT_US)
+
+
 class SimulatedInstance:
     """One life of an instance, from start to crash."""
 
@@ -165,10 +181,7 @@ class SimulatedInstance:
         """Frames beyond what the line could take; no event is handled until they are sent."""
         self._results: deque[StepResult] = deque()
         """Results of ended steps; they and messages wait while the line is full."""
-        self.on_beat: Callable[[bytes], None] | None = None
-        """Gets the engine's beats; None: nobody watches its progress."""
-        self._launched = self._settled = self._turns = 0
-        self._beats = Alarm(host, self._beat)
+        self.beats = SimulatedBeats(host)
         self._alarm = Alarm(host, self._pump)
         self._pulses = Alarm(host, self._pulse)
         self._pumping = False
@@ -246,8 +259,7 @@ class SimulatedInstance:
                 tried_step_us=self.spec.tried_step_us,
             )
         )
-        if self.on_beat is not None:
-            self._beat()
+        self.beats.beat()
 
     def front_end_lost(self) -> None:
         """The session is lost: open requests have no receiver any more."""
@@ -287,14 +299,8 @@ class SimulatedInstance:
         finally:
             self._pumping = False
 
-    def _beat(self) -> None:
-        """Send a beat, even while a step computes; a paused host sends none."""
-        if self.on_beat is not None:
-            self.on_beat(encode_beat(EngineBeat(self._launched, self._settled, self._turns, waits=True)))
-            self._beats.set(self.host.world.now_us + BEAT_US)
-
     def _work_through(self) -> None:
-        self._turns += 1
+        self.beats.turns += 1
         worker, driver = self.require_worker(), self.require_driver()
         while self._inbox and self._has_room:
             self._obey(decode_to_engine(self._inbox.popleft()))
@@ -360,7 +366,7 @@ class SimulatedInstance:
 
     def _tell(self, event: Event) -> None:
         effects = self.require_driver().handle(event)
-        self._settled += type(event) is StepDone
+        self.beats.settled += type(event) is StepDone
         if self.at_step is not None:
             tell_steps(self.at_step, event, effects)
         if self._watcher is not None:
@@ -371,7 +377,7 @@ class SimulatedInstance:
 
     def _launch(self, launch: Launch) -> None:
         self._note(launch)
-        self._launched += 1
+        self.beats.launched += 1
         self.last_plan = launch.plan
         self.device.launch(launch.plan)
 

@@ -97,7 +97,7 @@ class InstanceFrontEnd:
         self._ticks = Alarm(front, self._tick)
 
     def start(self) -> None:
-        self.life.on_beat = lambda frame: self._front.run(self._engine_beat, frame)
+        self.life.beats.on_beat = lambda frame: self._front.run(self._engine_beat, frame)
         self.life.answer(self)
         self._look()
         self.line.open()

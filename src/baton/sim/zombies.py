@@ -134,7 +134,7 @@ def forged(stream: random.Random, known: Join) -> list[bytes]:
     alien = _like(known, "stranger", known.incarnation, known.role, b"another model")
     wizard = _like(known, "stranger", known.incarnation, "wizard", known.fingerprint)
     outlived = _like(known, known.name, 1, known.role, known.fingerprint)
-    beat = HeartbeatMessage(NO_GAUGES, 0, True, 60_000_000, False, False, b"", b"", ())
+    beat = HeartbeatMessage(NO_GAUGES, 0, False, False, b"", b"", ())
     talks: tuple[tuple[FromInstance, ...], ...] = (
         (alien, AllHeldSaid(), beat),
         (alien, _held(b"x"), AllHeldSaid(), _tokens_for_nobody()),

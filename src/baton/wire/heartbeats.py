@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.core.engine.gauges import SchedulerGauges
+from baton.core.engine.progress_watch import STALL_US
 from baton.wire.engine_messages import Pulse
 from baton.wire.router_messages import KEYS_A_BEAT_MAX, NOTES_A_BEAT_MAX, HeartbeatMessage, keys_of
 
@@ -49,9 +50,9 @@ class EngineVitals:
 
     silent_us: int
     """Time since its last message or beat."""
-    runs: bool
+    runs: bool = True
     """Whether a silent process uses a CPU or waits for one."""
-    step_limit_us: int
+    step_limit_us: int = STALL_US
     """Time after which a step that has not ended is a stall."""
 
 
@@ -83,8 +84,8 @@ class Heartbeats:
         notes = tuple((serial, phase, max(0, now_us - at_us)) for serial, phase, at_us in self._notes)
         self._notes.clear()
         return HeartbeatMessage(
-            self._gauges, max(0, engine.silent_us), engine.runs, engine.step_limit_us, self._computing, fresh, named,
-            forgotten, notes,
+            self._gauges, max(0, engine.silent_us), self._computing, fresh, named, forgotten, notes, engine.runs,
+            engine.step_limit_us,
         )  # fmt: skip
 
 

@@ -116,14 +116,16 @@ class AllHeldSaid(WireMessage, tag="settled", frozen=True):
 class HeartbeatMessage(WireMessage, tag="beat", frozen=True):
     gauges: SchedulerGauges
     engine_silent_us: Long
-    engine_runs: bool
-    step_limit_us: Long
     computing: bool
     fresh: bool
     named: Keys
     forgotten: Keys
     notes: Annotated[tuple[tuple[Long, Name, Long], ...], Meta(max_length=NOTES_A_BEAT_MAX)]
     """(serial, phase, microseconds ago)"""
+    engine_runs: bool = True
+    """Whether the process of a silent engine uses a CPU or waits for one."""
+    step_limit_us: Long = 60_000_000
+    """Time after which a step that has not ended is a stall."""
 
 
 class Leaving(WireMessage, tag="leaving", frozen=True):

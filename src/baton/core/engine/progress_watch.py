@@ -84,8 +84,8 @@ class ProgressWatch:
         self._turned_us += lost_us
         self._heard_us = self._beat_us = now_us
         if beat.settled != last.settled:
-            # Less a beat, by which the beginning may be older than it looks: many short steps are no long one.
-            self._longest_us = max(self._longest_us, now_us - self._settled_us - BEAT_US)
+            # Less a beat at either end, by which it may look longer than it was: many short steps are no long one.
+            self._longest_us = max(self._longest_us, now_us - self._settled_us - 2 * BEAT_US)
         if beat.settled != last.settled or beat.launched == beat.settled:
             self._settled_us = now_us
         if beat.turns != last.turns or beat.waits:
@@ -104,11 +104,13 @@ class ProgressWatch:
         self._excuse(now_us)
         if now_us - self._heard_us >= SILENT_US:
             return f"no beat of the engine for {_seconds(now_us - self._heard_us)}"
-        beat, limit_us = self._last, self.limit_us
-        if beat.launched != beat.settled and now_us - self._settled_us >= limit_us:
-            return f"a step has not ended for {_seconds(now_us - self._settled_us)} (--stall-timeout {_seconds(limit_us)})"
-        if not beat.waits and now_us - self._turned_us >= limit_us:
-            return f"its loop has not turned for {_seconds(now_us - self._turned_us)} (--stall-timeout {_seconds(limit_us)})"
+        beat, limit_us, beats_us = self._last, self.limit_us, min(now_us, self._beat_us + BEAT_US)
+        if beat.launched != beat.settled and beats_us - self._settled_us >= limit_us:
+            return f"a step has not ended for {_seconds(beats_us - self._settled_us)} (--stall-timeout {_seconds(limit_us)})"
+        if not beat.waits and beats_us - self._turned_us >= limit_us:
+            return (
+                f"its loop has not turned for {_seconds(beats_us - self._turned_us)} (--stall-timeout {_seconds(limit_us)})"
+            )
         return None
 
     def _excuse(self, now_us: int) -> None:
