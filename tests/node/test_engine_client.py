@@ -58,7 +58,7 @@ async def test_a_group_too_large_for_one_message_is_refused_and_the_engine_lives
     engine: EngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_module, "FRAME_BYTES_MAX", 100)
-    engine._process._last_message_us -= 60_000_001
+    engine._process._progress._heard_us -= 60_000_001
     with pytest.raises(Refused, match="at most 100"):
         await engine.submit([ask()])
     assert engine.open_requests == 0

@@ -389,7 +389,8 @@ def test_the_front_end_hears_of_the_end_before_the_store_is_closed(
     monkeypatch.setattr(engine, "KvStorage", Closing)
     monkeypatch.setattr(engine, "freeze_gc", lambda: None)
     monkeypatch.setattr(threading, "excepthook", threading.excepthook)  # whatever it becomes, it is put back
-    settings = EngineSettings("", None, b"x" * 32, blocks=8, host_memory_bytes=1 << 20, kv_store=f"file:{tmp_path}/kv")
+    endpoint, store = f"ipc://{tmp_path}/engine", f"file:{tmp_path}/kv"
+    settings = EngineSettings(endpoint, None, b"x" * 32, blocks=8, host_memory_bytes=1 << 20, kv_store=store)
     ours.send(b"no message")
     with pytest.raises(SystemExit):
         engine.serve_to_the_end(settings, engines)

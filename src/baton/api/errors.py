@@ -96,7 +96,12 @@ def refused(refusal: Refusal, param: str | None) -> ApiError:
 
 
 def engine_dead(reason: str) -> ApiError:
-    return ApiError(503, f"The engine is dead: {reason}", "engine_dead", code="engine_dead")
+    """Retryable: nothing is wrong with the request, and whoever supervises the instance starts it again."""
+    headers = {"Retry-After": str(_RETRY_AFTER_S)}
+    details = {"retryable": True}
+    return ApiError(
+        503, f"The engine is dead: {reason}", "engine_dead", code="engine_dead", headers=headers, details=details
+    )
 
 
 def no_instance_left(fault: PdFault, token_ids: list[list[int]] | None) -> ApiError:

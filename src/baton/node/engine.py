@@ -37,6 +37,7 @@ from baton.core.tiers.transfers import StorageEffect
 from baton.executor.contract import Executor
 from baton.kv.store import BadStore
 from baton.node.clock import monotonic_us
+from baton.node.engine_beats import SOCKET_NAME, EngineBeats, LoopProgress
 from baton.node.engine_setup import build_executor, worker_config
 from baton.node.gc_pauses import freeze_gc
 from baton.node.handovers import open_handovers
@@ -112,6 +113,7 @@ class EngineLoop:
         storage: StorageOrders | None = None,
         now_us: Callable[[], int] = monotonic_us,
     ) -> None:
+        self.progress = LoopProgress()
         self._worker = worker
         self._executor = executor
         self._socket = socket
@@ -152,6 +154,7 @@ class EngineLoop:
 
     def turn(self) -> None:
         """Take in what has arrived, plan what is due, then wait for the next event."""
+        self.progress.turns += 1
         self._take_messages()
         for item in self._inbox.take():
             self._handle(self._event(item))
@@ -163,7 +166,9 @@ class EngineLoop:
         elif self._has_services and self._report_us <= now_us:
             self._report(now_us)
         else:
+            self.progress.waits = True
             self._poller.poll(self._poll_timeout_ms(now_us))
+            self.progress.waits = False
 
     def _poll_timeout_ms(self, now_us: int) -> int | None:
         deadlines = (self._driver.wake_us(), self._pulse_us, self._report_us if self._has_services else None)
@@ -217,8 +222,11 @@ class EngineLoop:
             self._gauges_changed = True
             self._report_us = min(self._report_us, self._now_us() + GAUGES_US)
         self._driver.handle(event)
+        if type(event) is StepDone:
+            self.progress.settled += 1
 
     def _launch(self, launch: Launch) -> None:
+        self.progress.launched += 1
         self._executor.launch(launch.plan)
         self._collector.submit(self._collect).add_done_callback(self._inbox.put)
 
@@ -229,8 +237,14 @@ class EngineLoop:
         return StepDone(self._executor.collect())
 
     def _send(self, message: FromEngine) -> None:
-        # Blocks at the high-water mark: a front end that does not read pauses the engine instead of filling memory.
-        self._socket.send(encode_from_engine(message))
+        frame = encode_from_engine(message)
+        try:
+            self._socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            # At the high-water mark: a front end that does not read pauses the engine instead of filling memory.
+            self.progress.waits = True
+            self._socket.send(frame)
+            self.progress.waits = False
         if isinstance(message, StepOutput):
             self._gauges_changed = False
 
@@ -242,7 +256,8 @@ def serve(settings: EngineSettings, socket: zmq.Socket[bytes], closing: contextl
     end_with_threads(inbox)
     store = open_kv_store(settings)  # first: loading a model takes long, and the address may be wrong
     pool = PoolMemory(settings)
-    executor, details = build_executor(settings, pool.allocate)
+    built = build_executor(settings, pool.allocate)
+    executor, details = built.executor, built.details
     config = worker_config(settings, executor.shape, executor.kv.block_bytes)
     prefix = PrefixIndex(settings.prefix_secret, executor.fingerprint, config.blocks)
     worker = Worker(config, prefix, handover_secret=secrets.token_bytes(32))
@@ -263,10 +278,22 @@ def serve(settings: EngineSettings, socket: zmq.Socket[bytes], closing: contextl
         gauges=worker.gauges(),
         fingerprint=executor.fingerprint,
         peer_address="" if handovers is None else handovers.address,
+        tried_step_us=built.tried_step_us,
     )
+    loop = EngineLoop(worker, executor, socket, inbox, handovers, storage)
+    beats = EngineBeats(f"{_folder_of(settings)}/{SOCKET_NAME}", loop.progress)
+    closing.callback(beats.close)
     socket.send(encode_from_engine(ready))
     freeze_gc()
-    EngineLoop(worker, executor, socket, inbox, handovers, storage).run()
+    beats.start()
+    loop.run()
+
+
+def _folder_of(settings: EngineSettings) -> Path:
+    """The front end's private folder, with its sockets."""
+    if not settings.endpoint.startswith(_IPC):
+        raise BadConfig(f"the endpoint {settings.endpoint!r} is no socket in a folder")
+    return Path(settings.endpoint.removeprefix(_IPC)).parent
 
 
 def end_with_threads(inbox: EngineInbox) -> None:
@@ -293,9 +320,7 @@ def main() -> None:
     die_with_parent()  # a stopped front end does not close the pipe
     settings = decode_settings(sys.stdin.buffer.readline())
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    if not settings.endpoint.startswith(_IPC):
-        raise BadConfig(f"the endpoint {settings.endpoint!r} is no socket in a folder")
-    folder = Path(settings.endpoint.removeprefix(_IPC)).parent
+    folder = _folder_of(settings)
     tempfile.tempdir = str(folder)  # the front end's private folder, removed with it: this process may end abruptly
     threading.Thread(target=_exit_with_front_end, args=(folder,), daemon=True).start()
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)

@@ -174,8 +174,17 @@ class EngineClient:
 
     @property
     def silent_us(self) -> int:
-        """Microseconds since the engine's last message."""
+        """Microseconds since the engine's last message or beat."""
         return self._process.silent_us
+
+    @property
+    def runs(self) -> bool:
+        """Whether the process of a silent engine uses a CPU or waits for one."""
+        return self._process.runs
+
+    @property
+    def stall_limit_us(self) -> int:
+        return self._process.stall_limit_us
 
     async def wait_idle(self) -> None:
         """Wait until no request and no hand-over to a peer is open, and no KV is being copied to or from host memory or the

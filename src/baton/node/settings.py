@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import msgspec
 
 from baton.core.config import ROLES, HandoverSettings, SchedulerSettings, TierSettings
+from baton.core.engine.progress_watch import STALL_US
 from baton.core.setting import BadConfig, Panel, Setting, Unit
 
 DEFAULT_MODEL = "smollm2"
@@ -200,6 +201,15 @@ class EngineSettings(SchedulerSettings, HandoverSettings, TierSettings):
         Setting("max-model-len", Panel.MODEL, "Longest sequence, prompt and answer. Default: the model's.", 1),
     ] = None
     step_ms: Annotated[float, Setting("step-ms", Panel.MODEL, "Scripted only: least milliseconds a step.", 0)] = 0.0
+    stall_us: Annotated[
+        int,
+        Setting(
+            "stall-timeout", Panel.API,
+            "Seconds after which a step that has not ended is a stall; never under 20 × the longest step.", 1,
+            unit=Unit.SECONDS, after="drain-timeout",
+        ),
+    ] = STALL_US  # fmt: skip
+    """A stalled engine is killed: `core/engine/progress_watch.py` decides."""
     blocks: Annotated[
         int | None,
         Setting("kv-blocks", Panel.KV, "KV pool in blocks. Default: what --kv-memory holds.", 1, after="block-size"),

@@ -62,6 +62,9 @@ class Fault(StrEnum):
     LEFT = "instance left under load"
     LATE_JOIN = "instance joined under load"
     ENGINE_STALL = "engine stood still while its front end went on"
+    ENGINE_STOPPED = "engine stopped for good, and was killed by its front end"
+    ENGINE_HANG = "step never ended, and the engine was killed by its front end"
+    ENGINE_LATE = "engine late on a busy machine"
     RESET = "connection reset"
     FORGED = "stranger with forged frames"
     FORGED_BY_MEMBER = "forged frame of a member"
@@ -122,7 +125,7 @@ CLASSES: dict[str, tuple[Fault, ...]] = {
     "old-life": (Fault.OUTLIVED,),
     "drain": (Fault.DRAINED, Fault.LEFT),
     "late-join": (Fault.LATE_JOIN,),
-    "engine-stall": (Fault.ENGINE_STALL, Fault.ZOMBIE),
+    "engine-stall": (Fault.ENGINE_STALL, Fault.ENGINE_STOPPED, Fault.ENGINE_HANG, Fault.ENGINE_LATE, Fault.ZOMBIE),
     "reset": (Fault.RESET,),
     "forgery": (Fault.FORGED, Fault.FORGED_BY_MEMBER),
     "crowding": (Fault.LEG_REFUSED, Fault.LEG_YIELDED),
@@ -261,6 +264,8 @@ class FaultRates:
     drains: int = 0
     late_joins: int = 0
     engine_stalls: int = 0
+    engine_hangs: int = 0
+    busy_spells: int = 0
     resets: float = 0.0
     """Chance per crash that the other side notices it at once."""
     forgeries: int = 0
@@ -350,6 +355,8 @@ def draw_rates(stream_of: dict[str, random.Random], classes: Collection[str]) ->
         drains=times("drain", 3),
         late_joins=times("late-join", 1),
         engine_stalls=times("engine-stall", 2),
+        engine_hangs=times("engine-stall", 2),
+        busy_spells=times("engine-stall", 2),
         resets=rate("reset", 0.3, 1.0),
         forgeries=times("forgery", 4),
         slow_devices=times("device", 3),
