@@ -72,6 +72,10 @@ class FlightRecorder:
         self._hashes = hashes
         self._weight_of = weight_of
         self._segment_bytes = segment_bytes
+        self.on_open: Callable[[Segment], None] | None = None
+        """Called with each segment that is opened after the first."""
+        self.on_raise: Callable[[Exception], None] | None = None
+        """Called when a call has raised, before its exception goes on."""
         self._older: Segment | None = None
         self.newer = self._open()
 
@@ -81,17 +85,24 @@ class FlightRecorder:
         self._room = self._segment_bytes
         return segment
 
+    def _rotate(self) -> None:
+        self._older, self.newer = self.newer, self._open()
+        if self.on_open is not None:
+            self.on_open(self.newer)
+
     def call(
         self, method: str, function: Callable[Arguments, Result], /, *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> Result:
         if self._room <= 0:
-            self._older, self.newer = self.newer, self._open()
+            self._rotate()
         segment = self.newer
         try:
             result = function(*args, **kwargs)
         except Exception as error:
             raised = Raised(type(error).__name__, str(error))
             segment.calls.append(RecordedCall(method, args, raised, len(segment.hashes)))
+            if self.on_raise is not None:
+                self.on_raise(error)
             raise
         segment.calls.append(RecordedCall(method, args, result, len(segment.hashes)))
         self._room -= self._weight_of(args)

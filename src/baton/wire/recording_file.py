@@ -4,6 +4,7 @@
     frame  = kind (1 byte), length of the body (4 bytes), checksum of the body (4 bytes), body (zlib of msgpack)
     HEADER     RecordingHeader
     SNAPSHOT   bytes of `core.snapshot`
+    GAP        the number of calls that were left out; a snapshot follows
     CALLS      hashes, and a list of (method, arguments, result, hashes up to its end)
 
 Arguments and results are `core.snapshot` values. A file that ends within a frame is read up to there: the process that wrote
@@ -40,6 +41,7 @@ class FrameKind(enum.IntEnum):
     HEADER = 1
     SNAPSHOT = 2
     CALLS = 3
+    GAP = 4
 
 
 class RecordingHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -92,6 +94,11 @@ def write_calls(segment: Segment, begin: int, end: int, mask: RecordingMask | No
     return b"".join(frames)
 
 
+def write_gap(calls: int) -> bytes:
+    """A frame that says that this many calls are left out."""
+    return _frame(FrameKind.GAP, calls)
+
+
 def write_recording(header: RecordingHeader, segments: Sequence[Segment], mask: RecordingMask | None) -> bytes:
     """A whole file."""
     parts = [write_header(header)]
@@ -129,13 +136,16 @@ class Recording:
             raise BadRecording("the recording has no header")
         self.header = _converted(body, RecordingHeader)
 
-    def frames(self) -> Iterator[bytes | tuple[list[bytes], list[EncodedCall]]]:
+    def frames(self) -> Iterator[bytes | int | tuple[list[bytes], list[EncodedCall]]]:
+        """Snapshots, numbers of calls that were left out, and calls with their hashes."""
         frames = self._frames()
         next(frames)
         for kind, body in frames:
             match kind:
                 case FrameKind.SNAPSHOT:
-                    yield _converted(body, bytes)
+                    yield bytes(_converted(body, bytes))
+                case FrameKind.GAP:
+                    yield int(_converted(body, int))
                 case FrameKind.CALLS:
                     hashes, calls = _converted(body, tuple[list[bytes], list[tuple[str, bytes, bytes, int]]])
                     yield hashes, [EncodedCall(*call) for call in calls]

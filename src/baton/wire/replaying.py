@@ -15,8 +15,9 @@ from typing import Any
 
 from baton.core.content_hashes import RecordedHashes
 from baton.core.engine import watched_worker
+from baton.core.engine.laws import audit
 from baton.core.engine.worker import Worker
-from baton.core.errors import BatonError
+from baton.core.errors import BatonError, InvariantViolated
 from baton.core.flight_recorder import Raised
 from baton.core.snapshot import decode_value, encode_value, first_difference, restore, state_of
 from baton.wire import watched_sessions
@@ -39,19 +40,23 @@ class ReplayedCall:
     result: Any
     """As replayed; a Raised if it raised."""
     difference: str | None
-    """How the recorded result differs; None if it does not."""
+    """How the recorded result differs, or which invariant broke; None: neither."""
 
 
 class Replay:
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: Recording, with_laws: bool = True) -> None:
+        """`with_laws`: check the invariants of an engine after each call."""
         found = ROOTS.get(recording.header.of)
         if found is None:
             raise BadRecording(f"this is a recording of {recording.header.of!r}")
         self._recording = recording
         self._root, self._methods = found
+        self._with_laws = with_laws
         self._hashes = RecordedHashes()
         self._object: Any = None
         self._number = 0
+        self.left_out = 0
+        """Calls that are not in the recording."""
         self.segments = 0
         """Snapshots that were read."""
 
@@ -59,6 +64,10 @@ class Replay:
         for frame in self._recording.frames():
             if isinstance(frame, bytes):
                 yield from self._open(frame)
+                continue
+            if isinstance(frame, int):
+                self.left_out += frame
+                self._object = None
                 continue
             if self._object is None:
                 raise BadRecording("the recording has calls before its first snapshot")
@@ -86,7 +95,19 @@ class Replay:
         missing = self._hashes.missing
         result = self._result(call.method, arguments)
         used = before - self._hashes.unused + self._hashes.missing - missing
-        return ReplayedCall(self._number, call.method, arguments, result, _difference(call, result, used))
+        difference = _difference(call, result, used) or self._broken_law(result)
+        return ReplayedCall(self._number, call.method, arguments, result, difference)
+
+    def _broken_law(self, result: Any) -> str | None:
+        if not self._with_laws or not isinstance(self._object, Worker):
+            return None
+        if isinstance(result, Raised):
+            return f"it is as recorded: {result.error}: {result.text}"
+        try:
+            audit(self._object.scheduler)
+        except InvariantViolated as error:
+            return f"it is as recorded, and breaks an invariant: {error}"
+        return None
 
     def _result(self, method: str, arguments: tuple[Any, ...]) -> Any:
         try:
