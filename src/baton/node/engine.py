@@ -30,6 +30,7 @@ from baton.core.engine.driver import Answer, WorkerDriver
 from baton.core.engine.gauges import PeerTraffic, StoreTraffic
 from baton.core.engine.orders import ReportChanges
 from baton.core.engine.prefix import PrefixIndex
+from baton.core.engine.watched_worker import WatchedWorker, weight_of
 from baton.core.engine.worker import Event, Launch, StepDone, Tick, Worker
 from baton.core.errors import BatonError
 from baton.core.handover.messages import PeerEffect
@@ -45,6 +46,7 @@ from baton.node.inbox import EngineInbox, Item, ThreadFailure
 from baton.node.kv_pool_memory import PoolMemory, blocks_of, layout_of
 from baton.node.kv_storage import KvStorage, describe, open_kv_store
 from baton.node.parent_process import die_with_parent
+from baton.node.recording import ProcessRecorder, close_recorders, dump_on_signal, ignore_dump_signal, open_recorder
 from baton.node.settings import EngineSettings, decode_settings
 from baton.wire.engine_messages import (
     WIRE_VERSION,
@@ -112,9 +114,12 @@ class EngineLoop:
         handovers: PeerOrders | None = None,
         storage: StorageOrders | None = None,
         now_us: Callable[[], int] = monotonic_us,
+        recorder: ProcessRecorder | None = None,
     ) -> None:
         self.progress = LoopProgress()
         self._worker = worker
+        self._watched = worker if recorder is None else WatchedWorker(worker, recorder.watch)
+        """The worker, through its recorder."""
         self._executor = executor
         self._socket = socket
         self._inbox = EngineInbox() if inbox is None else inbox
@@ -124,7 +129,7 @@ class EngineLoop:
         """Whether there are hand-overs or storage, whose deadlines run on while a step computes."""
         self._now_us = now_us
         self._driver = WorkerDriver(
-            worker,
+            self._watched,
             now_us,
             launch=self._launch,
             answer=self._answer,
@@ -186,7 +191,7 @@ class EngineLoop:
 
     def _send_pulse(self, now_us: int) -> None:
         self._pulse_us = now_us + PULSE_US
-        self._send(pulse(self._worker.gauges(), self._driver.steps_in_flight > 0, self._worker.changes(now_us)))
+        self._send(pulse(self._worker.gauges(), self._driver.steps_in_flight > 0, self._watched.changes(now_us)))
 
     def _take_messages(self) -> None:
         for _ in range(MESSAGES_A_TURN):
@@ -280,13 +285,22 @@ def serve(settings: EngineSettings, socket: zmq.Socket[bytes], closing: contextl
         peer_address="" if handovers is None else handovers.address,
         tried_step_us=built.tried_step_us,
     )
-    loop = EngineLoop(worker, executor, socket, inbox, handovers, storage)
+    recorder = open_recorder("engine", settings.name, worker, worker.hashes, weight_of, settings)
+    if recorder is not None:
+        dump_on_signal(recorder)
+        closing.callback(recorder.close)
+    loop = EngineLoop(worker, executor, socket, inbox, handovers, storage, recorder=recorder)
     beats = EngineBeats(f"{_folder_of(settings)}/{SOCKET_NAME}", loop.progress)
     closing.callback(beats.close)
     socket.send(encode_from_engine(ready))
     freeze_gc()
     beats.start()
-    loop.run()
+    try:
+        loop.run()
+    except Exception as error:
+        if recorder is not None:
+            recorder.failed(error)
+        raise
 
 
 def _folder_of(settings: EngineSettings) -> Path:
@@ -312,12 +326,14 @@ def _exit_with_front_end(folder: Path) -> None:
     # Not through sys.stdin: its lock would be held when the main thread ends the process for another reason.
     while os.read(sys.stdin.fileno(), 4096):
         pass
+    close_recorders()
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(EXIT_NO_PARENT)
 
 
 def main() -> None:
     die_with_parent()  # a stopped front end does not close the pipe
+    ignore_dump_signal()
     settings = decode_settings(sys.stdin.buffer.readline())
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
     folder = _folder_of(settings)

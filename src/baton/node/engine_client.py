@@ -124,6 +124,11 @@ class EngineClient:
         """End every open request now."""
         self._die(reason)
 
+    def order_dump(self) -> None:
+        """Have the engine write its last decisions to a file. Before it is ready, there are none."""
+        if self._ready.done():
+            self._process.order_dump()
+
     async def wait_dead(self) -> str:
         await self._dead.wait()
         return self._death or ""

@@ -27,6 +27,7 @@ from baton.node.clock import monotonic_us
 from baton.node.engine import QUEUED_MESSAGES_MAX
 from baton.node.engine_beats import SOCKET_NAME
 from baton.node.process_activity import ProcessActivity
+from baton.node.recording import DUMP_SIGNAL
 from baton.node.settings import EngineSettings
 from baton.wire.engine_messages import FromEngine, ReadyMessage, decode_beat, decode_from_engine
 
@@ -94,6 +95,11 @@ class EngineProcess:
     def send(self, frame: bytes) -> None:
         """Send without waiting."""
         self._outbox.put_nowait(frame)
+
+    def order_dump(self) -> None:
+        """Have the engine write its last decisions to a file."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.send_signal(DUMP_SIGNAL)
 
     @property
     def is_behind(self) -> bool:

@@ -42,6 +42,7 @@ from baton.node.http_server import (
 from baton.node.kv_storage import check_storage
 from baton.node.models import check_load_format, resolve_model
 from baton.node.peer_options import check_pairing, cluster_key, key_for, split_address
+from baton.node.recording import DUMP_SIGNAL
 from baton.node.router_membership import InstanceFenced, RouterAddress, RouterMembership
 from baton.node.scripted_text import write_byte_tokenizer
 from baton.node.secrets import prefix_secret, shared_prefix_secret, store_key
@@ -137,6 +138,7 @@ class _Instance:
     async def run(self, listener: socket.socket, text_folder: Path) -> None:
         self._signals.listen()
         engine = EngineClient(self._engine_settings)
+        asyncio.get_running_loop().add_signal_handler(DUMP_SIGNAL, engine.order_dump)
         try:
             await engine.start()
             text = await asyncio.to_thread(load_text, text_folder)

@@ -100,6 +100,37 @@ Model = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecordSettings:
+    """The flight recorder of an engine or a router."""
+
+    flight_recorder: Annotated[
+        bool,
+        Setting("flight-recorder", Panel.LOG, "Keep the last decisions in memory; write them on a crash or SIGUSR1."),
+    ] = True
+    record: Annotated[
+        str | None,
+        Setting(
+            "record", Panel.LOG, "Write all decisions there, for baton replay: a file, or a folder for one a process.",
+            metavar="FILE",
+        ),
+    ] = None  # fmt: skip
+    record_folder: Annotated[
+        str | None,
+        Setting(
+            "record-folder", Panel.LOG, "Where the last decisions are written. Default: recordings in Baton's cache folder.",
+            metavar="DIR",
+        ),
+    ] = None  # fmt: skip
+    record_tokens: Annotated[
+        bool,
+        Setting(
+            "record-tokens", Panel.LOG, "Real token ids, keys and names in recordings: the text can be read off them.",
+            is_flag=True,
+        ),
+    ] = False  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
 class HttpSettings:
     """Settings that instance and router share: the HTTP address and the log."""
 
@@ -172,7 +203,7 @@ class InstanceSettings(HttpSettings):
 
 
 @dataclass(frozen=True)
-class EngineSettings(SchedulerSettings, HandoverSettings, TierSettings):
+class EngineSettings(SchedulerSettings, HandoverSettings, TierSettings, RecordSettings):
     endpoint: str
     """The address where the front end listens for the engine."""
     model_folder: str | None

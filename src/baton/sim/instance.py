@@ -21,6 +21,7 @@ from baton.core.engine.orders import ReportChanges
 from baton.core.engine.plan import StepPlan, StepResult
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.progress_watch import BEAT_US, STALL_US, EngineBeat
+from baton.core.engine.watched_worker import WatchedWorker
 from baton.core.engine.worker import (
     Effect,
     Event,
@@ -39,6 +40,7 @@ from baton.sim.faults import Fault
 from baton.sim.metered_worker import MeteredWorker
 from baton.sim.run_records import PassMeter
 from baton.sim.story import tell_steps, words_of
+from baton.sim.twin import TwinCheck
 from baton.sim.world import Alarm, Host
 from baton.wire import keyfile
 from baton.wire.engine_messages import (
@@ -157,6 +159,8 @@ class SimulatedInstance:
         self.life = host.lives
         self.last_plan: StepPlan | None = None
         self.worker: Worker | None = None
+        self._watched: WatchedWorker | None = None
+        """Where laws are checked: the worker, beside twins that are restored from snapshots of it."""
         """None until the key has been read."""
         self._driver: WorkerDriver | None = None
         """None until the key has been read."""
@@ -205,13 +209,15 @@ class SimulatedInstance:
         # Unique to this life: tokens granted by an earlier one open nothing here.
         own = self.host.world.stream(f"hand-over {self.host.name} life {self.host.lives}").randbytes(16)
         self.worker = worker = Worker(config, PrefixIndex(secret, self.executor.fingerprint, config.blocks), own)
+        if self._watcher is not None:
+            self._watched = WatchedWorker(worker, TwinCheck(self.host.name, worker, worker.hashes))
         self._driver = self._drive(worker)
         ready(self)
 
     def _drive(self, worker: Worker) -> WorkerDriver:
         world, meter = self.host.world, self.spec.meter
         return WorkerDriver(
-            worker if meter is None else MeteredWorker(worker, meter),
+            self._watched or worker if meter is None else MeteredWorker(worker, meter),
             lambda: world.now_us,
             launch=self._launch,
             answer=self._reply,
@@ -334,7 +340,8 @@ class SimulatedInstance:
     def _pulse(self) -> None:
         """Send a pulse, even while a step computes or the line is full."""
         worker, now_us = self.require_worker(), self.host.world.now_us
-        self._say(pulse(worker.gauges(), self.require_driver().steps_in_flight > 0, worker.changes(now_us)))
+        changes = (self._watched or worker).changes(now_us)
+        self._say(pulse(worker.gauges(), self.require_driver().steps_in_flight > 0, changes))
         self._pulses.set(now_us + PULSE_US)
 
     @property

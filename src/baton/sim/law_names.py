@@ -56,6 +56,7 @@ OPEN_COUNTS = "the router knows what is open where"
 TRUE_NAMES = "the router knows what an instance has cached, and of nobody else's cache"
 CAN_RESUME = "what an instance has kept can be resumed"
 STRANGERS = "a stranger changes nothing"
+SAME_TWIN = "what is restored from a snapshot decides as the original does"
 OWN_CHECKS = "our own code found no fault"
 
 

@@ -19,6 +19,7 @@ Has no clock, socket or random source: the real router process and the simulator
 
 from __future__ import annotations
 
+from baton.core.content_hashes import ContentHashes
 from baton.core.routing.adoption import Adoption
 from baton.core.routing.attempts import Attempts
 from baton.core.routing.config import RouterConfig
@@ -65,9 +66,10 @@ class Router:
     def __init__(self, config: RouterConfig, prefix_secret: bytes, seed: int) -> None:
         self.config = config
         self.fleet = FleetMembers(config)
-        self._requests = RoutedRequests(config, self.fleet)
+        self.hashes = ContentHashes(prefix_secret)
+        self._requests = RoutedRequests(config, self.fleet, self.hashes)
         self._absence = ServerAbsence(self._requests)
-        self._dispatcher = Dispatcher(self._requests, self._absence, prefix_secret, seed)
+        self._dispatcher = Dispatcher(self._requests, self._absence, seed)
         self._attempts = Attempts(self._requests, self._absence, seed)
         self._adoption = Adoption(self._requests)
         self._tick_us = 0
