@@ -7,7 +7,7 @@ share nothing with those of the original. Its results must be the same, and at t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from baton.core.content_hashes import ContentHashes
 from baton.core.flight_recorder import Arguments, Result
@@ -19,10 +19,16 @@ FIRST_CALL = 40
 CALLS_OF_TWIN = 12
 
 
+class Decider(Protocol):
+    """An object that is driven by calls and tells when the next one is due."""
+
+    def next_deadline(self) -> int | None: ...
+
+
 class TwinCheck:
     """A CallWatch: makes the calls, and from time to time those of a twin."""
 
-    def __init__(self, name: str, watched: object, hashes: ContentHashes, first_call: int = FIRST_CALL) -> None:
+    def __init__(self, name: str, watched: Decider, hashes: ContentHashes, first_call: int = FIRST_CALL) -> None:
         self._name = name
         self._watched = watched
         self._hashes = hashes
@@ -52,6 +58,8 @@ class TwinCheck:
         self._left -= 1
         if self._left:
             return
+        if self._watched.next_deadline() != self._twin.next_deadline():  # asking also sweeps queues, so both are asked
+            raise LawBroken(SAME_TWIN, f"{self._name}: a restored one has another deadline")
         state, its_state = state_of(self._watched), state_of(self._twin)
         if state != its_state:
             what = f"after {CALLS_OF_TWIN} calls a restored one differs in {first_difference(state, its_state)}"
