@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 
 import httpx2 as httpx
 import pytest
@@ -22,7 +23,6 @@ from baton.core.routing.events import Join
 from baton.node import router_membership as membership_module
 from baton.node.clock import monotonic_us
 from baton.node.router_membership import InstanceFenced, RouterAddress, RouterMembership
-from baton.node.sealed_connection import UNREAD_BYTES_MAX
 from baton.node.service import default_name
 from baton.wire.engine_messages import PrefillPeerAddresses, Pulse, ToEngine
 from baton.wire.heartbeats import NO_GAUGES
@@ -46,6 +46,7 @@ from baton.wire.router_messages import (
     TurnedAway,
     Welcome,
 )
+from baton.wire.sealed_stream import UNREAD_BYTES_MAX
 from tests.support.joining import DEADLINE_S, KEY_TEXT, RouterSide, ask, router_side
 from tests.support.server import ServerProcess, baton_serve
 
@@ -271,9 +272,9 @@ async def test_who_is_fenced_does_not_come_again(router: RouterSide) -> None:
 async def test_who_is_turned_away_says_so_once_and_comes_again(
     router: RouterSide, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(membership_module, "REJECTED_RETRY_S", 3600.0)
-    monkeypatch.setattr(membership_module, "EARLY_RETRY_S", 0.01)
-    soon = membership_module.EARLY_RETRIES
+    quick = replace(membership_module.RETRY, early_rejected_us=10_000, rejected_us=3600_000_000)
+    monkeypatch.setattr(membership_module, "RETRY", quick)
+    soon = quick.early_rejections
     router.answers = [TurnedAway("another model", fenced=False)] * soon
     async with member(router.port):
         await router.next(HeartbeatMessage)

@@ -30,7 +30,6 @@ from baton.core.routing.events import Join
 from baton.core.routing.router import Router
 from baton.executor.scripted import ScriptedExecutor
 from baton.node.clock import monotonic_us
-from baton.node.sealed_connection import ConnectionEnd, ConnectionStage
 from baton.router.app import create_router_app
 from baton.router.dashboard import Dashboard
 from baton.router.dashboard_state import RouterState
@@ -42,6 +41,7 @@ from baton.wire.heartbeats import EngineVitals
 from baton.wire.instance_sessions import InstanceSessions, SessionEffects
 from baton.wire.router_messages import decode_from_router, encode_membership
 from baton.wire.router_sessions import RouterSessions
+from baton.wire.sealed_stream import ConnectionEnd, ConnectionStage
 from baton.wire.worker_messages import message_of
 from tests.api.conftest import Served, _ending
 from tests.support.driver import shape_of

@@ -33,7 +33,7 @@ from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.watched_worker import WatchedWorker, weight_of
 from baton.core.engine.worker import Event, Launch, StepDone, Tick, Worker
 from baton.core.errors import BatonError
-from baton.core.handover.messages import PeerEffect
+from baton.core.handover.messages import PeerEffect, PeerEvent
 from baton.core.tiers.transfers import StorageEffect
 from baton.executor.contract import Executor
 from baton.kv.store import BadStore
@@ -86,6 +86,9 @@ _IPC = "ipc://"
 
 class PeerOrders(Protocol):
     """Carries out orders that concern peers. Every method returns at once."""
+
+    def before_handling(self, event: PeerEvent) -> None:
+        """The worker is about to handle this."""
 
     def carry_out(self, effect: PeerEffect) -> None: ...
 
@@ -216,6 +219,8 @@ class EngineLoop:
         if isinstance(item, ThreadFailure):
             raise item.error
         if not isinstance(item, Future):
+            if self._handovers is not None and isinstance(item, PeerEvent):
+                self._handovers.before_handling(item)
             return item
         done = item.result()  # raises the step's exception
         if self._handovers is not None:

@@ -21,22 +21,28 @@ from typing import Protocol
 from baton.core.engine.orders import Accepted
 from baton.core.errors import BatonError
 from baton.node.clock import monotonic_us
-from baton.node.sealed_connection import ConnectionEnd, SealedConnection, connect
+from baton.node.sealed_connection import SealedConnection, connect
 from baton.wire.engine_messages import PrefillPeerAddresses, Pulse, RefusedMessage, StepOutput, ToEngine
 from baton.wire.heartbeats import EngineVitals
 from baton.wire.instance_sessions import InstanceSessions, SessionEffects
+from baton.wire.retry_pauses import RetryConfig, RetryPauses
 from baton.wire.router_messages import FromInstance, Welcome, decode_from_router, encode_membership
+from baton.wire.sealed_stream import ConnectionEnd, StreamConfig
 
 log = logging.getLogger("baton.joining")
 
 CONNECT_S = 1.0
-HANDSHAKE_S = 2.0
-RETRY_S, RETRY_S_MAX = 0.05, 0.5
-GOOD_SESSION_S = 2.0
-"""After a session that lasted this many seconds, the next connection is made at once."""
-REJECTED_RETRY_S, EARLY_RETRY_S, EARLY_RETRIES = 3.0, 0.15, 10
-"""Seconds between attempts after a rejection: the router may be restarted with another model. The first SOON_CALLS come
-sooner: the router may hold an earlier incarnation of this name until it notices its silence."""
+ROUTER_STREAM = StreamConfig(handshake_us=2_000_000)
+"""Beats are messages of the membership: the stream has no heartbeat of its own."""
+RETRY = RetryConfig(
+    first_us=50_000,
+    longest_us=500_000,
+    held_us=2_000_000,
+    early_rejections=10,
+    early_rejected_us=150_000,
+    rejected_us=3_000_000,
+)
+"""A router that rejects this instance may be restarted with another model."""
 WELCOME_US = 10_000_000
 """Time that the router has to answer a join; it gives an instance as long to join."""
 ENGINE_SILENT_US = 300_000
@@ -226,29 +232,24 @@ class RouterMembership:
         return 0 if self._pulses_us is None else min(self._engine.silent_us, now_us - self._pulses_us)
 
     async def _keep_connected(self) -> None:
-        pause_s, rejections = RETRY_S, 0
-        loop = asyncio.get_running_loop()
+        pauses = RetryPauses(RETRY)
         while True:
             await self._wait_for_engine()
-            dialed_s = loop.time()
+            dialed_us = monotonic_us()
             connection = SealedConnection(
                 self._router.cluster_key,
                 f"instance {self._name}",
                 self,
                 connects_to=str(self._router),
-                handshake_s=HANDSHAKE_S,
+                config=ROUTER_STREAM,
             )
             end = await connect(connection, self._router.host, self._router.port, CONNECT_S)
             if self._fenced is not None:
                 raise InstanceFenced(f"the router at {self._router} has fenced this instance: {self._fenced}")
             turned_away, self._turned_away = self._turned_away, None
             self._log_once(end, turned_away)
-            pause_s = RETRY_S if loop.time() - dialed_s > GOOD_SESSION_S else min(2 * pause_s, RETRY_S_MAX)
-            rejections = 0 if turned_away is None else rejections + 1
-            if rejections:
-                pause_s = EARLY_RETRY_S if rejections <= EARLY_RETRIES else REJECTED_RETRY_S
-            # Jittered, so that the instances of a fleet do not reconnect all at once.
-            await asyncio.sleep(random.uniform(0.5, 1.0) * pause_s)  # noqa: S311
+            lasted_us, share = monotonic_us() - dialed_us, random.uniform(0.5, 1.0)  # noqa: S311
+            await asyncio.sleep(pauses.after(lasted_us, share, rejected=turned_away is not None) / 1e6)
 
     async def _wait_for_engine(self) -> None:
         if self._engine_silent_us(monotonic_us()) > ENGINE_SILENT_US:

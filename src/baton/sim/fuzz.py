@@ -29,8 +29,8 @@ from baton.sim.scenario import ScenarioTrim
 from baton.sim.shard import SeedReport
 from baton.wire.held_choices import TRANSITIONS as RELAY_MOVES
 from baton.wire.instance_sessions import SESSION_TRANSITIONS
-from baton.wire.link import TRANSITIONS as LINK_MOVES
 from baton.wire.request_table import TRANSITIONS as DESK_MOVES
+from baton.wire.sealed_stream import STREAM_TRANSITIONS
 
 SHRINK_RUNS_MAX = 200
 READ_BYTES = 1 << 16
@@ -42,7 +42,7 @@ EVERY_FAULT = tuple(str(fault) for fault in Fault)
 _MACHINES: list[tuple[str, Iterable[tuple[Enum, Enum]]]] = [
     ("request", REQUEST_MOVES),
     ("desk", DESK_MOVES),
-    ("link", LINK_MOVES),
+    ("stream", STREAM_TRANSITIONS),
     *peer_tables(),
     transfer_table(),
     ("carrying", CARRY_MOVES),

@@ -59,6 +59,7 @@ from baton.wire.worker_messages import message_of
 
 KEY_FILE = "prefix.key"
 TRIED_LONGER_US = 10_000
+READ_LOOK_US = 5_000
 PULSE_US = 100_000
 """Interval of the engine's pulses, once its front end has asked for them."""
 
@@ -194,6 +195,7 @@ class SimulatedInstance:
         self.is_leaving = False
         """Whether it drains, to be followed by another life."""
         self._restart: Callable[[], None] | None = None
+        self._looks = Alarm(host, self._pump)
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -323,10 +325,13 @@ class SimulatedInstance:
             self._tell(Tick())
         # While the line is full, `take` wakes the instance.
         self._alarm.set(driver.wake_us() if self._has_room else None)
-        if self._restart is not None and worker.is_idle and not self._outbox and not self.undelivered:
-            restart, self._restart = self._restart, None
-            self.host.world.fire(Fault.ROLLING_RESTART, self.host.name)
-            self.host.after(0, restart)
+        if self._restart is not None and worker.is_idle and not self._outbox:
+            if self.undelivered:  # nobody says when it is read: look again
+                self._looks.set(self.host.world.now_us + READ_LOOK_US)
+            else:
+                restart, self._restart = self._restart, None
+                self.host.world.fire(Fault.ROLLING_RESTART, self.host.name)
+                self.host.after(0, restart)
 
     def _obey(self, order: ToEngine) -> None:
         if isinstance(order, PrefillPeerAddresses):

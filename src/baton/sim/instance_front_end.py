@@ -6,7 +6,6 @@ separate process that can be paused alone. This class carries out what InstanceS
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 
 from baton.core.config import Role
@@ -14,9 +13,8 @@ from baton.core.engine.orders import Accepted, Cancel, Drain
 from baton.core.engine.progress_watch import LOOK_US, ProgressWatch
 from baton.core.routing.events import Instance as InstanceName
 from baton.core.routing.events import Join
-from baton.sim.faults import Fault
 from baton.sim.instance import SimulatedInstance
-from baton.sim.law_names import ENDS_AT_ONCE, FORGOTTEN, LINE_BOUND, LawBroken
+from baton.sim.law_names import ENDS_AT_ONCE, FORGOTTEN, LawBroken
 from baton.sim.lines import Lines
 from baton.sim.world import Alarm, Host
 from baton.wire.engine_messages import (
@@ -36,18 +34,21 @@ from baton.wire.instance_sessions import InstanceSessions, InstanceSessionState,
 from baton.wire.router_messages import FromInstance, decode_from_router, encode_membership
 
 ROUTER = "router"
-OUTBOX_MAX = 2_000
-"""Bound on messages waiting for room on the line; a session is given up before it is reached."""
-SESSIONS_A_LIFE = 1_000_000
-"""Session numbers must rise over the lives of the process that opens them."""
+FRONT_OF = "front of"
 LEAST_BEAT_US = 10_000
 KEPT_US = 50_000
 """Allowance beyond the grace period until kept choices must be dropped."""
 
 
 def line_names(number: int) -> tuple[str, str]:
-    """Network names of the two ends of an instance's line to the router: the instance's, then the router's."""
-    return f"front of {number}", f"{ROUTER} {number}"
+    """Names of the two processes of an instance's line to the router: the instance's, then the router's."""
+    return f"{FRONT_OF} {number}", ROUTER
+
+
+def number_of(name: str) -> int | None:
+    """The number of the instance whose front end has this name; None: a stranger."""
+    front, _, number = name.rpartition(" ")
+    return int(number) if front == FRONT_OF else None
 
 
 def join_of(life: SimulatedInstance, role: Role, draining: bool = False) -> Join:
@@ -78,9 +79,7 @@ class InstanceFrontEnd:
         self.drains = False
         self.when_told: Callable[[SessionEffects], None] | None = None
         self._front = front
-        ends = line_names(life.spec.number)
-        self.line = lines.initiator(front, *ends, self, life.life * SESSIONS_A_LIFE + 1)
-        self._outbox: deque[bytes] = deque()
+        self.line = lines.dial(front, *line_names(life.spec.number), self)
         self._running: set[int] = set()
         """Serials that the engine has accepted and that neither ended nor were cancelled."""
         self._grace_us = grace_us
@@ -119,8 +118,8 @@ class InstanceFrontEnd:
 
     @property
     def undelivered(self) -> int:
-        """Messages to the router that were not delivered, plus requests that are open."""
-        return len(self._outbox) + self.line.undelivered + self.sessions.open_requests
+        """What the router has not read, plus requests that are open."""
+        return self.line.undelivered + self.sessions.open_requests
 
     def send(self, frame: bytes) -> None:
         """Take a frame of the engine."""
@@ -172,7 +171,6 @@ class InstanceFrontEnd:
 
     def lost(self, reason: str) -> None:
         self.serves = False
-        self._outbox.clear()
         self._beats.set(None)
         self.sessions.lost(reason, self._front.world.now_us)
         self._ticks.set(self.sessions.next_deadline())
@@ -199,7 +197,6 @@ class InstanceFrontEnd:
             if isinstance(message, Cancel) and message.serial in self._running and message not in out.orders:
                 raise LawBroken(ENDS_AT_ONCE, f"{self.life.host.name} was told to end {message.serial}, and does not")
             self._carry_out(out)
-        self._post()
         if self.life.is_leaving:
             self.life.host.run(self.life.take, [])
 
@@ -217,7 +214,7 @@ class InstanceFrontEnd:
         if out.prefill_peers is not None:
             self._order(PrefillPeerAddresses(out.prefill_peers))
         if out.turned_away is not None:
-            self.line.reset(self.line.session, out.turned_away)
+            self.line.drop(out.turned_away)
         if out.drain and not self.drains:
             self.drains = True
             self._order(Drain())
@@ -239,15 +236,4 @@ class InstanceFrontEnd:
         self._carry_out(self.sessions.tick(self._front.world.now_us))
 
     def _say(self, message: FromInstance) -> None:
-        if self.line.session is None:
-            return
-        self._outbox.append(encode_membership(message))
-        self._post()
-        if len(self._outbox) > OUTBOX_MAX:
-            raise LawBroken(LINE_BOUND, f"{len(self._outbox)} messages wait at {self.life.host.name} for the router")
-
-    def _post(self) -> None:
-        while self._outbox and self.line.session is not None and not self.line.is_full:
-            self.line.send(self._outbox.popleft())
-        if self._outbox:
-            self._front.world.fire(Fault.LINE_FULL, self.life.host.name)
+        self.line.send(encode_membership(message))

@@ -8,6 +8,7 @@ also be paused alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from baton.sim.disk import SimulatedDisk
 from baton.sim.faults import DiskRates, Fault
@@ -35,8 +36,6 @@ class InstanceHost:
     """Called when a life has ended."""
     when_opened: Callable[[InstanceHost], None] | None = None
     """Called when the present life has accepted a session."""
-    when_cut_off: Callable[[InstanceHost, int | None], None] | None = None
-    """Called when a life has ended, with the number of its session."""
     when_told: Callable[[InstanceHost, SessionEffects], None] | None = None
     """Called with the effects of each message from the router."""
     at_step: Callable[[InstanceHost, str], None] | None = None
@@ -100,8 +99,8 @@ class InstanceHost:
 
     @property
     def ends(self) -> tuple[str, str]:
-        """Network names of the two ends of its line."""
-        return line_names(self.number) if self.instance_table is None else (self.name, f"{FRONT} {self.number}")
+        """Names of the two processes of its line: the one that dials, then the one that listens."""
+        return line_names(self.number) if self.instance_table is None else (FRONT, self.name)
 
     def troubled_until_us(self, *, rolling_too: bool) -> int:
         """End of the last fault here that can end a session; now, while one lasts."""
@@ -152,7 +151,6 @@ class InstanceHost:
             return
         if self._watcher is not None:
             self._watcher.buried(self.instance)
-        session = None if self.line is None else self.line.session
         self.instance = None
         self.line = None
         self.neighbours = None
@@ -163,12 +161,11 @@ class InstanceHost:
         for host in (self.host, self.front):
             host.resume()
             host.crash()
+            self._lines.process_died(host)
         self.disk.crash()
         self._note("is down")
         if self.when_dead is not None:
             self.when_dead(self)
-        if self.when_cut_off is not None:
-            self.when_cut_off(self, session)
 
     def fail(self) -> None:
         """The engine ends by itself, with a failure message."""
@@ -239,9 +236,14 @@ class InstanceHost:
         if self.instance_table is None:
             self._join(life)
             return
-        end = _FrontEndLineOwner(self, self.instance_table, life)
-        self.line = self._lines.acceptor(self.host, *self.ends, end)
-        self.lines.append(self.line)
+        self._lines.listen(self.host, self.name, partial(self._accept, life))
+
+    def _accept(self, life: SimulatedInstance, line: LineEndpoint) -> _FrontEndLineOwner:
+        """A front end has connected. It is the only one: a connection before it is one that it has given up."""
+        if self.line is not None and self.line.session is not None:
+            self.line.drop("the front end has opened another connection")
+        self.line = line
+        return _FrontEndLineOwner(self, life, line)
 
     def _join(self, life: SimulatedInstance) -> None:
         self.front_end = front_end = InstanceFrontEnd(self.front, self._lines, life, self._grace_us)
@@ -294,25 +296,22 @@ class InstanceHost:
 
 
 class _FrontEndLineOwner:
-    """Handles the instance's end of its line to a front end."""
+    """Handles the instance's end of a connection of the front end."""
 
-    def __init__(self, node: InstanceHost, instance_table: InstanceTable, life: SimulatedInstance) -> None:
+    def __init__(self, node: InstanceHost, life: SimulatedInstance, line: LineEndpoint) -> None:
         self._node = node
-        self._instance_table = instance_table
         self._life = life
+        self._line = line
 
     def opened(self) -> None:
-        node, line = self._node, self._node.line
-        if line is None:
-            raise RuntimeError(f"{node.name} took up a session without a line")
-        if self._instance_table.knows_another_life(line):
-            node.host.world.fire(Fault.GHOST, node.name)
-        self._life.answer(line)
-        if node.when_opened is not None:
-            node.when_opened(node)
+        self._life.answer(self._line)
+        if self._node.when_opened is not None:
+            self._node.when_opened(self._node)
 
     def lost(self, _reason: str) -> None:
-        self._life.front_end_lost()
+        if self._node.line is self._line:
+            self._life.front_end_lost()
 
     def took(self, frames: list[bytes]) -> None:
-        self._life.take(frames)
+        if self._node.line is self._line:
+            self._life.take(frames)

@@ -57,6 +57,7 @@ TRUE_NAMES = "the router knows what an instance has cached, and of nobody else's
 CAN_RESUME = "what an instance has kept can be resumed"
 STRANGERS = "a stranger changes nothing"
 SAME_TWIN = "what is restored from a snapshot decides as the original does"
+WHOLE_FRAMES = "a connection delivers what was sent in it: whole, once and in order"
 OWN_CHECKS = "our own code found no fault"
 
 

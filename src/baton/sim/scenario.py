@@ -31,10 +31,10 @@ from baton.sim.client_requests import VOCABULARY, ClientRequest, draw_ask
 from baton.sim.faults import CLASSES, OF_COPIES, OF_STORAGE, FaultRates, draw_classes, draw_rates
 from baton.sim.faulty_transfers import KvTimes
 from baton.sim.instance_host import instance_name
+from baton.sim.line_times import LineTimes
 from baton.sim.storage_copies import CopyTimes
 from baton.sim.store import StoreTimes
 from baton.sim.world import stream_of
-from baton.wire.link import LinkConfig
 
 WITHOUT_ROUTER = (0, 1, 5)
 """Last digits of the seeds whose worlds have no router."""
@@ -102,7 +102,7 @@ class Scenario:
     kv: KvTimes
     layers: int
     times: FlatTimes
-    link: LinkConfig
+    line: LineTimes
     span_us: int
     users: tuple[UserPlan, ...]
     router: RouterConfig | None = None
@@ -174,7 +174,7 @@ def draw_scenario(seed: int, trim: ScenarioTrim | None = None) -> Scenario:
         _of_storage(seed, config, giver),
     )
     classes = classes if trim.classes is None else trim.classes
-    rates = draw_rates({name: stream_of(seed, f"rates {name}") for name in (*CLASSES, "late")}, classes)
+    rates = draw_rates({name: stream_of(seed, f"rates {name}") for name in CLASSES}, classes)
     span_us = stream.randint(400_000, 1_600_000)
     users = _draw_users(seed, config, rates, span_us)
     if trim.asks is not None:
@@ -191,7 +191,7 @@ def draw_scenario(seed: int, trim: ScenarioTrim | None = None) -> Scenario:
         kv=_draw_kv_times(seed),
         layers=stream_of(seed, "layers").choice((1, 2, 2, 3)) if splits else 1,
         times=FlatTimes(shape.randint(3_000, 20_000), shape.randint(10, 500)),
-        link=_draw_line(seed, classes) if has_router else _draw_link(seed, classes),
+        line=_draw_line(seed, classes, has_router=has_router),
         span_us=span_us,
         users=users,
         router=carrying if has_router else None,
@@ -343,30 +343,22 @@ def _draw_kv_times(seed: int) -> KvTimes:
     )
 
 
-def _draw_link(seed: int, classes: tuple[str, ...]) -> LinkConfig:
-    stream = stream_of(seed, "link")
-    narrow, wide = (stream.choice((1, 2, 4)), stream.choice((1, 2, 4))), (stream.choice((16, 64)), 1024)
-    window, backlog_max = narrow if "narrow-line" in classes else wide
-    return LinkConfig(
-        window=window,
-        backlog_max=backlog_max,
-        ack_every=stream.choice((1, 4, 16)),
-        ack_delay_us=stream.choice((500, 2_000, 20_000)),
-        resend_burst=stream.choice((1, 8)),
+def _draw_line(seed: int, classes: tuple[str, ...], *, has_router: bool) -> LineTimes:
+    """Limits long enough to fail only on a reset, or short ones; narrow lines hold a few frames."""
+    stream = stream_of(seed, "line")
+    narrow = stream.choice((200, 500, 2_000)), stream.choice((6_000, 12_000, 40_000))
+    wide = stream.choice((1 << 14, 1 << 16)), 1 << 20
+    window_bytes, unread_bytes_max = narrow if "narrow-line" in classes else wide
+    return LineTimes(
+        handshake_us=stream.choice((100_000, 300_000)),
         heartbeat_us=80_000,
-        silent_us=stream.choice((150_000, 300_000, 600_000)),
-        acceptor_silent_us=stream.choice((150_000, 300_000, 1_000_000)),
-    )
-
-
-def _draw_line(seed: int, classes: tuple[str, ...]) -> LinkConfig:
-    """A link to a router: silence limits long enough to fail only on a reset, or short ones."""
-    stream, link = stream_of(seed, "line"), _draw_link(seed, classes)
-    return replace(
-        link,
-        heartbeat_us=200_000,
-        silent_us=stream.choice((300_000, 1_500_000, 1_500_000)),
-        acceptor_silent_us=stream.choice((400_000, 1_500_000, 1_500_000)),
+        silent_us=stream.choice((200_000, 300_000, 800_000)),
+        unacknowledged_us=stream.choice((300_000, 1_500_000, 1_500_000) if has_router else (150_000, 300_000, 1_000_000)),
+        connect_us=stream.choice((50_000, 200_000)),
+        window_bytes=window_bytes,
+        unread_bytes_max=unread_bytes_max,
+        retry_us=stream.choice((2_000, 10_000)),
+        retry_us_max=stream.choice((20_000, 80_000)),
     )
 
 
