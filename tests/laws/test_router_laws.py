@@ -577,7 +577,6 @@ class World:
                 assert (choice.attempt is not None) == (
                     choice.state in (ChoiceState.SENT, ChoiceState.OPEN, ChoiceState.CUT)
                 )
-                assert choice.preemptions <= self.config.preempt_retry_count or choice.state is ChoiceState.ENDED
                 if choice.attempt is not None:
                     aboard[choice.attempt.member.session] += 1
                 if choice.prefill is not None:

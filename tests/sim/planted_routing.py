@@ -12,14 +12,19 @@ from typing import Any
 
 import msgspec
 
+from baton.core.engine.admission import Admission
 from baton.core.engine.change_journal import CachedKeysChanged, PrefixJournal
 from baton.core.engine.ended import Bill
-from baton.core.engine.request import NO_TOKENS, RequestId, Submission, frozen_tokens
+from baton.core.engine.records import Request
+from baton.core.engine.request import NO_TOKENS, FinishReason, RequestId, Submission, frozen_tokens
+from baton.core.engine.settling import StepSettling
+from baton.core.errors import RefusalCode
 from baton.core.routing.adoption import Adoption
 from baton.core.routing.attempts import Attempts
 from baton.core.routing.events import AttemptRefused, Heartbeat, HeldChoice, Instance, Session, TellPrefillPeers
 from baton.core.routing.fleet_members import FleetMember, FleetMembers, MemberMove, MemberState
 from baton.core.routing.identity import RequestNumber
+from baton.core.routing.placement import Placement, PlacementDemand
 from baton.core.routing.placement_queue import PlacementQueue
 from baton.core.routing.prefix_directory import PrefixDirectory
 from baton.core.routing.routed_request import RoutedChoice, RoutedRequest
@@ -111,7 +116,7 @@ def bill_the_last_leg(patch: Patch) -> None:
 # ── retries ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@core("retries are not counted: what finds no room goes round for ever")
+@core("losses are not counted: what kills the instances it meets goes round for ever")
 def count_no_retries(patch: Patch) -> None:
     may_then = patch.original("_may_go_on")
 
@@ -148,7 +153,18 @@ def never_back_off(patch: Patch) -> None:
 
 @core("an instance that had no room for a request gets it again, though another is there")
 def go_back_to_who_had_no_room(patch: Patch) -> None:
-    patch.set("_avoiding", lambda members, avoid: members)
+    def candidates(self: Placement, wanted: PlacementDemand, holders: list[FleetMember], known: Any) -> list[FleetMember]:
+        return [m for m in holders if wanted.yielded_at and m.name == wanted.yielded_at[-1]] or holders
+
+    patch.set("_candidates", candidates)
+
+
+@core("who had to yield moves from one full instance to the next, and computes its KV again at each")
+def move_in_circles(patch: Patch) -> None:
+    def candidates(self: Placement, wanted: PlacementDemand, holders: list[FleetMember], known: Any) -> list[FleetMember]:
+        return [m for m in holders if m.name not in wanted.yielded_at[-1:]] or holders
+
+    patch.set("_candidates", candidates)
 
 
 @core("the answer that a leg was refused is forgotten, and its choices wait for an answer for ever")
@@ -192,6 +208,86 @@ def wait_for_an_instance_for_ever(patch: Patch) -> None:
 @core("what a tenant has open is never taken off its account")
 def never_close_an_account(patch: Patch) -> None:
     patch.set("RateLimits.close", lambda self, tenant, generated_tokens, now_us: None)
+
+
+# ── seniority ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@core("a request that has moved is the youngest wherever it comes")
+def arrive_anew_with_every_move(patch: Patch) -> None:
+    _regrouped(
+        patch,
+        lambda item, _: msgspec.structs.replace(item, arrived_us=item.arrived_us + LONG_US) if len(item.generated) else item,
+    )
+
+
+@core("a request that has moved may be preempted as often again")
+def count_preemptions_anew(patch: Patch) -> None:
+    _regrouped(patch, lambda item, _: msgspec.structs.replace(item, preemptions=0))
+
+
+@core("an instance protects only what it has itself preempted too often")
+def protect_for_own_preemptions_only(patch: Patch) -> None:
+    def protects(self: Admission, request: Request) -> bool:
+        config = self._running.config
+        return not config.role.gives and request.bill.preemptions >= config.max_preemptions
+
+    patch.set("Admission.protects", protects)
+
+
+@core("who has moved here waits behind those who came here before it")
+def queue_by_serial(patch: Patch) -> None:
+    patch.set("waiting_queue._place", lambda request: ((request.submission.priority, 0, request.serial), request))
+
+
+@core("the last move may have to yield like the others, for ever")
+def never_stay(patch: Patch) -> None:
+    patch.set("_moves_no_more", lambda self, choice: False)
+
+
+@core("who was sent to stay is sent away when blocks run out")
+def send_away_who_was_to_stay(patch: Patch) -> None:
+    judge_then = patch.original("_judge_acknowledgement")
+
+    def judge(self: StepSettling, request: Request, agreed: bool) -> None:
+        asked, request.submission = request.submission, msgspec.structs.replace(request.submission, resumes_in_place=False)
+        judge_then(self, request, agreed)
+        request.submission = asked
+
+    patch.set("_judge_acknowledgement", judge)
+
+
+@core("a request ends at the first instance that has no room for it")
+def end_for_want_of_blocks(patch: Patch) -> None:
+    may_then = patch.original("_may_go_on")
+
+    def may_go_on(self: Attempts, choice: RoutedChoice, cause: MoveCause, where: Instance | None) -> bool:
+        return may_then(self, choice, cause, where) and cause is not MoveCause.PREEMPTED
+
+    patch.set("_may_go_on", may_go_on)
+
+
+@core("preemptions of a request that resumed in place are forgotten when its instance is lost")
+def overlook_reported_preemptions(patch: Patch) -> None:
+    patch.set("Attempts.preempted", lambda self, member, counts: None)
+
+
+@core("a router takes what it adopts for requests that nobody has preempted")
+def adopt_as_never_preempted(patch: Patch) -> None:
+    patch.set("_keep_seniority", lambda self, choice, item: None)
+
+
+@core("an answer that has begun ends at the deadline of its request")
+def end_what_is_overdue(patch: Patch) -> None:
+    def end_overdue(self: RoutedRequests) -> None:
+        for request in list(self.by_number.values()):
+            if request.deadline_us <= self.now_us and not request.orphan and request.opened:
+                self.end_all(request, FinishReason.RESCHEDULE, self.overdue())
+            elif request.deadline_us <= self.now_us and not request.orphan:
+                self.decline(request, RefusalCode.NO_INSTANCE, self.overdue().reason)
+        self._in_time.clear()
+
+    patch.set("end_overdue", end_overdue)
 
 
 # ── members ──────────────────────────────────────────────────────────────────────────────────────────────────────────────

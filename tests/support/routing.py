@@ -36,6 +36,7 @@ from baton.core.routing.router import Router
 
 Kind = TypeVar("Kind", bound=RouterEffect)
 PREEMPTED = PdFault(PdCode.PREEMPTED, PdStage.DECODE, "no blocks")
+EMPTY = SchedulerGauges(free_blocks=256)
 SECRET = b"prefixes"
 BLOCK_SIZE = 16
 
@@ -92,6 +93,8 @@ class Bench:
         self.last: list[RouterEffect] = []
         self.all: list[RouterEffect] = []
         self.sessions: dict[str, Session] = {}
+        self.ledgers: dict[str, SchedulerGauges] = {}
+        """What an instance reports while time passes, if not an empty pool."""
         self._numbers = 0
         self._bodies = 0
 
@@ -170,9 +173,7 @@ class Bench:
             self.now_us = max(self.now_us, due_us)
             for name in self.sessions:
                 if name not in silent and self.sessions[name] in self.router.fleet.members:
-                    said += self.tell(
-                        HeartbeatCame(self.sessions[name], Heartbeat(SchedulerGauges(free_blocks=256), 0, False))
-                    )
+                    said += self.tell(HeartbeatCame(self.sessions[name], Heartbeat(self.ledgers.get(name, EMPTY), 0, False)))
             said += self.tell(DeadlineCame())
         self.now_us = max(self.now_us, until_us)
         self.last = said

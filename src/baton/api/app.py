@@ -82,7 +82,8 @@ class ApiRoutes:
         path: str = request.scope["path"]
         with refusals_logged(self._engine, request.state.request_id, path):
             raw, asker = await self._body(request), owner_of(request)
-            origin = OriginalRequest(path, raw, asker.tenant, asker.request_id, secrets.randbits(63), int(time.time()))
+            seed, arrived_us = secrets.randbits(63), time.time_ns() // 1000
+            origin = OriginalRequest(path, raw, asker.tenant, asker.request_id, seed, arrived_us)
             prepared = await self._prepared(origin)
             run = await self._server.accept(prepared, request.receive)
         return await self._server.respond(run)

@@ -1,8 +1,8 @@
 """A client's request as received: enough to reproduce its response in another process.
 
 Owns the encoding, which instances keep with the request and return to a restarted router. It determines everything in a
-response except the tokens: the drawn seed, the creation time, the owner. Decoding is bounded and validates everything, since
-the bytes come from another process.
+response except the tokens: the drawn seed, the time of arrival, the owner. Decoding is bounded and validates everything,
+since the bytes come from another process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,12 @@ class OriginalRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, a
     request_id: Annotated[str, Meta(min_length=1, max_length=128)]
     seed: Annotated[int, Meta(ge=0, le=_INT63_MAX)]
     """Seed used when the body has none."""
-    created_s: Annotated[int, Meta(ge=0, le=_INT63_MAX)]
+    arrived_us: Annotated[int, Meta(ge=0, le=_INT63_MAX)]
+    """Unix time at which this front end took it: its place in line everywhere."""
+
+    @property
+    def created_s(self) -> int:
+        return self.arrived_us // 1_000_000
 
     def encode(self) -> bytes:
         return _encoder.encode(self)

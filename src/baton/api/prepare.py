@@ -75,7 +75,7 @@ class RequestPreparer:
         body = parse(origin.raw, ChatBody, (check_stream_options, check_chat))
         self.check_model(body.model)
         prompt_ids = [self.chat_ids(body, body.messages)]
-        group = group_of(body, prompt_ids, self.policy(), asker, origin.seed)
+        group = group_of(body, prompt_ids, self.policy(), asker, origin.seed, origin.arrived_us)
         heading = self._heading("chatcmpl", body, origin, prompt_ids)
         # A chat answer is a text of its own, so its leading space does not continue the prompt.
         readers = self._readers(body, group, [()], offsets=[0])
@@ -87,7 +87,7 @@ class RequestPreparer:
         body = parse(origin.raw, CompletionBody, (check_stream_options, check_completion))
         self.check_model(body.model)
         prompt_ids = [self._prompt_ids(prompt, body.add_special_tokens) for prompt in body.prompt]
-        group = group_of(body, prompt_ids, self.policy(), asker, origin.seed)
+        group = group_of(body, prompt_ids, self.policy(), asker, origin.seed, origin.arrived_us)
         heading = self._heading("cmpl", body, origin, prompt_ids)
         echoes = [self._echo(prompt) for prompt in body.prompt] if body.echo else []
         readers = self._readers(body, group, prompt_ids, [len(echo) for echo in echoes] or [0] * len(prompt_ids))

@@ -1,7 +1,7 @@
 """From a checked body to submissions: one for each prompt and choice, all in one group.
 
 Owns the defaults (request, then operator, then the model's generation_config, then neutral), the checks that need the
-engine's facts (context, vocabulary), the seed and the salt. Pure: the random seed and the ids are given.
+engine's facts (context, vocabulary), the seed and the salt. Pure: the random seed, the time and the ids are given.
 """
 
 from __future__ import annotations
@@ -60,8 +60,12 @@ def group_of(
     policy: RequestRules,
     asker: RequestOwner,
     random_seed: int,
+    arrived_us: int,
 ) -> list[Submission]:
-    """Choice j of prompt i is submission i × n + j; its leader is choice 0 of the same prompt."""
+    """Choice j of prompt i is submission i × n + j; its leader is choice 0 of the same prompt.
+
+    Each arrives a microsecond after the one before it, so that they have the same order on every instance.
+    """
     field = "messages" if isinstance(body, ChatBody) else "prompt"
     max_tokens = max_tokens_of(body)
     if max_tokens is not None and (body.min_tokens or 0) > max_tokens:
@@ -80,7 +84,16 @@ def group_of(
         tokens = frozen_tokens(prompt)
         leader = asker.choice_id(i * n)
         group += [
-            Submission(asker.choice_id(i * n + j), tokens, sampling, max_tokens, salt, priority, leader if j else None)
+            Submission(
+                asker.choice_id(i * n + j),
+                tokens,
+                sampling,
+                max_tokens,
+                salt,
+                priority,
+                leader if j else None,
+                arrived_us=arrived_us + i * n + j,
+            )
             for j, sampling in enumerate(samplings)
         ]
     return group

@@ -15,7 +15,6 @@ from baton.core.engine.orders import Accepted, Cancel, Drain, StopAt
 from baton.core.engine.prefix import KEY_BYTES
 from baton.core.engine.request import FinishReason, Submission
 from baton.core.errors import Refusal, RefusalCode
-from baton.core.handover.faults import PdCode
 from baton.core.routing.config import RouterConfig
 from baton.core.routing.events import (
     ChoiceOutcome,
@@ -28,7 +27,7 @@ from baton.core.routing.events import (
     UnclaimedFound,
 )
 from baton.core.routing.identity import RequestNumber
-from baton.sim.attempt_laws import AttemptLaws, billed, let_go, same_request
+from baton.sim.attempt_laws import NO_ROOM, AttemptLaws, billed, let_go, not_younger, same_request
 from baton.sim.attempt_records import AttemptSeen, ChoiceAtInstance, ChoiceSeen, RequestSeen, RouterLifeSeen, SessionSeen
 from baton.sim.faults import Fault
 from baton.sim.law_names import (
@@ -38,6 +37,7 @@ from baton.sim.law_names import (
     ENDS_AT_ONCE,
     ENDS_ONCE,
     FENCED,
+    LAST_MOVE,
     ONE_PLACE,
     RIGHT_PLACE,
     LawBroken,
@@ -59,7 +59,6 @@ from baton.wire.router_sessions import Act, CloseConnection, SayToInstance
 
 COUNT_EVERY = 8
 ABOUT_THE_INSTANCE = (RefusalCode.DRAINING, RefusalCode.QUEUE_FULL, RefusalCode.WRONG_ROLE, RefusalCode.DUPLICATE_ID)
-NO_ROOM = (PdCode.REFUSED, PdCode.PREEMPTED)
 
 
 class RouterExcuses(Protocol):
@@ -80,6 +79,8 @@ class AttemptBook(RouterWatcher):
         self._config = config
         self._excuses = excuses
         self._suspected: set[tuple[str, int]] = set()
+        self._seniority: dict[bytes, list[tuple[int, int]]] = {}
+        """By origin: the seniority of each choice, as its client's request came. Outlives the router."""
         self.begin(0)
 
     def begin(self, now_us: int) -> None:
@@ -106,6 +107,7 @@ class AttemptBook(RouterWatcher):
         choices = []
         for index, item in enumerate(group):
             choices.append(ChoiceSeen(index, item.request_id, item, item.prompt.tobytes(), max_tokens=item.max_tokens))
+        self._seniority[origin] = [item.seniority for item in group]
         self._life.requests[number] = self._life.origins[origin] = RequestSeen(number, origin, now_us, choices)
 
     def left(self, number: RequestNumber) -> None:
@@ -151,11 +153,15 @@ class AttemptBook(RouterWatcher):
             case HeartbeatMessage():
                 session.sign_us = now_us
                 session.doomed = message.engine_silent_us >= self._config.suspect_us
+                session.gauges, session.placed_since = message.gauges, 0
                 self._names(session, message)
+                for serial, count in message.preempted:
+                    self._preempted(session.serials.get(serial), count)
             case Accepted(ticket, serials):
                 attempt = session.tickets.pop(ticket, None)
                 for placement, serial in zip(attempt.placements if attempt is not None else (), serials, strict=False):
                     placement.serial, placement.opened_us = serial, now_us
+                    placement.request.accepted = True
                     session.serials[serial] = placement
                     self._touch(placement)
                     if placement.choice.placement is not placement:  # another instance has reported the choice meanwhile
@@ -182,6 +188,10 @@ class AttemptBook(RouterWatcher):
             case Leaving():
                 session.drain(now_us)
 
+    def _preempted(self, placement: ChoiceAtInstance | None, count: int) -> None:
+        if placement is not None and not placement.called_back and placement.choice.placement is placement:
+            placement.choice.preemptions = max(placement.choice.preemptions, count)
+
     def _names(self, session: SessionSeen, beat: HeartbeatMessage) -> None:
         if beat.fresh:
             session.said.clear()
@@ -198,7 +208,10 @@ class AttemptBook(RouterWatcher):
         if placement.called_back or choice.placement is not placement:
             return
         choice.bills.append(ended.bill)
+        self._preempted(placement, placement.preemptions + ended.bill.preemptions)
         if ended.reason is FinishReason.RESCHEDULE and ended.fault is not None and ended.fault.code in NO_ROOM:
+            if placement.in_place:
+                raise LawBroken(LAST_MOVE, f"{choice.name} was to resume at {session.name}, which ends it: {ended}")
             choice.yields += 1
             choice.yielded_at.append(session.name)
             choice.no_room_us = now_us
@@ -216,6 +229,10 @@ class AttemptBook(RouterWatcher):
         for line in message.lines:
             choice = request.choices[message.choices[line.place]]
             placement = ChoiceAtInstance(request, choice, session, attempt, line.serial, line.ended)
+            placement.preemptions = message.group[line.place].preemptions
+            placement.in_place = message.group[line.place].resumes_in_place
+            placement.reported = line.preemptions
+            request.accepted = True
             attempt.placements.append(placement)
             request.placements.append(placement)
             session.serials[line.serial] = placement
@@ -292,16 +309,20 @@ class AttemptBook(RouterWatcher):
         for item, index in zip(place.group, place.choices, strict=True):
             choice = request.choices[index]
             same_request(choice, item)
+            not_younger(choice, item, self._seniority.get(place.origin, [item.seniority] * (index + 1))[index])
             if item.prefill_at:
                 self._gives(item.prefill_at)
             self._laws.may_be_placed(request, choice, session, now_us)
+            self._laws.stays_if_it_must(request, choice, item, now_us)
             if len(place.group) == 1:
-                self._laws.avoids(choice, session)
+                self._laws.goes_where_room_is(choice, item, session)
             choice.attempts += 1
             session.attempts += 1
             choice.placement = placement = ChoiceAtInstance(request, choice, session, attempt)
+            placement.preemptions, placement.in_place = item.preemptions, item.resumes_in_place
             attempt.placements.append(placement)
             request.placements.append(placement)
+        session.placed_since += len(place.group)
 
     def _delivered(
         self, request: RequestSeen, index: int, tokens: list[int], outcome: ChoiceOutcome | None, now_us: int
@@ -421,6 +442,7 @@ class AttemptBook(RouterWatcher):
             if before is not None:
                 self._life.left_behind.append(before)
             choice.placement = placement
+            choice.preemptions = max(choice.preemptions, placement.reported)
 
     def died(self) -> None:
         """The router crashed. Remember which instances still compute which request."""

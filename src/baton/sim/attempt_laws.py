@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from baton.core.engine.request import FinishReason, Submission
+from baton.core.handover.faults import PdCode
 from baton.core.routing.config import RouterConfig
 from baton.core.routing.events import ChoiceOutcome
 from baton.sim.attempt_records import ChoiceSeen, RequestSeen, RouterLifeSeen, SessionSeen
@@ -14,9 +15,13 @@ from baton.sim.law_names import (
     ENDS_ONCE,
     FORGOTTEN,
     GOES_ON,
+    LAST_MOVE,
+    NO_CIRCLES,
+    NOT_YOUNGER,
     ONE_PLACE,
     OPEN_COUNTS,
     RIGHT_PLACE,
+    ROOM_FOR_ALL,
     SUSPECTED_IN_TIME,
     TRUE_BILL,
     TRUE_NAMES,
@@ -28,6 +33,7 @@ from baton.sim.router_watcher import RouterView
 SLACK_US = 5_000
 """Allowance, beyond one heartbeat interval, for noticing silence."""
 KEYS_LOOKED_AT = 8
+NO_ROOM = (PdCode.REFUSED, PdCode.PREEMPTED, PdCode.TIMEOUT)
 TIMES = ("queue_us", "prefill_us", "transfer_us", "decode_us", "preemptions")
 
 
@@ -42,35 +48,61 @@ class AttemptLaws:
             raise LawBroken(ENDS_ONCE, f"{choice.name} has ended, and a leg of it goes to {session.name}")
         if placement is not None and placement.ended is None and not placement.called_back:
             raise LawBroken(ONE_PLACE, f"{choice.name} is open at {placement.session.name} and goes to {session.name}")
-        if choice.yields > config.preempt_retry_count or choice.losses > config.loss_retry_count:
-            raise LawBroken(
-                DESERVED_END, f"{choice.name}: {choice.yields} times no room, {choice.losses} losses, and goes on"
-            )
+        if choice.losses > config.loss_retry_count:
+            raise LawBroken(DESERVED_END, f"{choice.name}: {choice.losses} losses, and goes on")
         if choice.no_room_us is not None and now_us < choice.no_room_us + config.backoff_us // 2:
             raise LawBroken(
                 BACK_OFF, f"{choice.name} goes to {session.name} {now_us - choice.no_room_us} µs after a refusal"
             )
         choice.no_room_us = None
 
-    def avoids(self, choice: ChoiceSeen, session: SessionSeen) -> None:
+    def stays_if_it_must(self, request: RequestSeen, choice: ChoiceSeen, item: Submission, now_us: int) -> None:
+        """The last allowed move, and every one after the deadline, resumes in place."""
+        is_last = choice.yields >= self._config.preempt_retry_count
+        is_overdue = now_us >= request.arrived_us + self._config.deadline_us
+        if (is_last or is_overdue) and not item.resumes_in_place:
+            raise LawBroken(LAST_MOVE, f"{choice.name} had to yield {choice.yields} times and may have to again")
+
+    def goes_where_room_is(self, choice: ChoiceSeen, item: Submission, session: SessionSeen) -> None:
+        """After it had to yield: to an instance with room, or back to where it was."""
+        if not choice.yielded_at:
+            return
+        longest = len(item.prompt) + (item.max_tokens or 1)
+        if item.resumes_in_place and not session.holds(longest):
+            raise LawBroken(LAST_MOVE, f"{choice.name} may become {longest} tokens long and goes to {session.join}")
+        self._avoids(choice, item, session, longest)
+        last = choice.yielded_at[-1]
+        homes = [home for home in self._life.sessions.values() if home.name == last and home.serves and home.holds(longest)]
+        if homes and session.name != last and last != choice.turned_down_by and session.room() == 0:
+            raise LawBroken(NO_CIRCLES, f"{choice.name} leaves {last} for {session.name}, which has no room either")
+
+    def _avoids(self, choice: ChoiceSeen, item: Submission, session: SessionSeen, longest: int) -> None:
         if not self._config.preempt_retry_exclude_decode or session.name not in choice.yielded_at:
             return
-        avoided = {*choice.yielded_at, choice.turned_down_by}
-        others = [other.name for other in self._life.sessions.values() if other.serves and other.name not in avoided]
-        if others:
-            raise LawBroken(RIGHT_PLACE, f"{choice.name} goes back to {session.name}, though {others} are there")
+        avoided, need = {*choice.yielded_at, choice.turned_down_by}, item.known_tokens
+        others = [other for other in self._life.sessions.values() if other.serves and other.name not in avoided]
+        others = [other for other in others if other.holds(longest) and other.may_have_one_more(self._config.ahead)]
+        roomy = [
+            other.name
+            for other in others
+            if not other.placed_since and other.join is not None and (other.room() or 0) * other.join.block_size >= need
+        ]
+        if roomy:
+            raise LawBroken(RIGHT_PLACE, f"{choice.name} goes back to {session.name}, though {roomy} have room")
 
     def gave_out(self, request: RequestSeen, choice: ChoiceSeen, now_us: int) -> bool:
-        """Whether its retries, its deadline or the wait for an instance are exhausted."""
+        """Whether it was lost too often, was not accepted in time, or has waited too long for an instance."""
         config, life = self._config, self._life
         losses_max = min(config.loss_retry_count, config.fruitless_loss_count - 1)
-        ran_out = choice.yields > config.preempt_retry_count or choice.losses > losses_max
         nobody = now_us >= life.served_us + config.absent_us and not any(s.serves for s in life.sessions.values())
-        return ran_out or nobody or now_us >= request.arrived_us + config.deadline_us
+        overdue = now_us >= request.arrived_us + config.deadline_us and not request.accepted
+        return choice.losses > losses_max or nobody or overdue
 
     def deserved(self, request: RequestSeen, choice: ChoiceSeen, outcome: ChoiceOutcome, now_us: int) -> None:
         if outcome.reason in (FinishReason.STOP, FinishReason.LENGTH):
             return
+        if outcome.fault is not None and outcome.fault.code in NO_ROOM:
+            raise LawBroken(ROOM_FOR_ALL, f"{choice.name} ends after {choice.yields} times no room: {outcome}")
         if outcome.reason is FinishReason.ABORT and not request.claimed and request.found:
             return  # its client did not come back
         if not (self.gave_out(request, choice, now_us) or request.found):
@@ -94,11 +126,7 @@ class AttemptLaws:
             if request.over or (request.found and not request.claimed):
                 continue
             old_us = now_us - max(request.arrived_us, self._life.woke_us)
-            waits = any(
-                c.outcome is None and not (c.delivered and c.placement is not None and c.placement.is_open)
-                for c in request.choices
-            )
-            if waits and old_us > config.deadline_us + late_us:
+            if not request.accepted and not request.found and old_us > config.deadline_us + late_us:
                 raise LawBroken(WAITS_IN_TIME, f"{request.origin!r} is {old_us} µs old")
             alone_us = now_us - max(request.arrived_us, self._life.served_us, self._life.woke_us)
             begun = request.found or any(
@@ -152,6 +180,16 @@ def same_request(choice: ChoiceSeen, item: Submission) -> None:
         choice.max_tokens = item.max_tokens
     if item.max_tokens != choice.max_tokens:
         raise LawBroken(GOES_ON, f"{choice.name} asked for {choice.max_tokens} tokens, its leg for {item.max_tokens}")
+
+
+def not_younger(choice: ChoiceSeen, item: Submission, seniority: tuple[int, int] | None) -> None:
+    """`seniority`: as the client's first front end has set it, if that was seen."""
+    if seniority is not None and item.seniority != seniority:
+        raise LawBroken(NOT_YOUNGER, f"{choice.name} of {seniority} is sent on as one of {item.seniority}")
+    if item.preemptions < choice.preemptions:
+        raise LawBroken(
+            NOT_YOUNGER, f"{choice.name} was preempted {choice.preemptions} times and is sent on with {item.preemptions}"
+        )
 
 
 def billed(request: RequestSeen, choice: ChoiceSeen, outcome: ChoiceOutcome) -> None:

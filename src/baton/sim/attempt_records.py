@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from baton.core.config import ROLES
 from baton.core.engine.ended import Bill, EndedRequest
+from baton.core.engine.gauges import SchedulerGauges
 from baton.core.engine.request import Submission
 from baton.core.routing.events import ChoiceOutcome, Join, Session
 from baton.core.routing.identity import RequestNumber
@@ -23,6 +24,12 @@ class ChoiceAtInstance:
     ended: EndedRequest | None = None
     opened_us: int = 0
     """When the instance reported that it accepted it."""
+    preemptions: int = 0
+    """The count of preemptions that it was sent with."""
+    reported: int = 0
+    """The count of preemptions with which its instance reported it when it joined."""
+    in_place: bool = False
+    """It was sent to resume in place."""
     called_back: bool = False
     """Cancelled, refused, or its session ended: the choice may be placed again."""
     stopped: bool = False
@@ -60,6 +67,23 @@ class SessionSeen:
     said: set[bytes] = field(default_factory=set)
     """Keys of prefixes that it has reported as cached."""
     attempts: int = 0
+    gauges: SchedulerGauges | None = None
+    """As last reported."""
+    placed_since: int = 0
+    """Choices placed there since that report."""
+
+    def room(self) -> int | None:
+        """Blocks that it had room for when it last reported, while nobody waited for blocks there; None: unknown."""
+        if self.gauges is None or not self.gauges.total_blocks:
+            return None
+        return 0 if self.gauges.waiting else self.gauges.free_blocks + self.gauges.evictable_blocks
+
+    def may_have_one_more(self, ahead: float) -> bool:
+        return self.join is not None and len(self.open_choices()) < ahead * self.join.slots
+
+    def holds(self, tokens: int) -> bool:
+        join = self.join
+        return join is not None and min(join.context_tokens, join.blocks * join.block_size) >= tokens
 
     def drain(self, now_us: int) -> None:
         if not self.drains:
@@ -97,6 +121,8 @@ class ChoiceSeen:
     losses: int = 0
     yields: int = 0
     yielded_at: list[str] = field(default_factory=list)
+    preemptions: int = 0
+    """The most preemptions, anywhere, that an instance has reported of it to this router."""
     turned_down_by: str = ""
     """The instance that refused it last, or was lost with it."""
     no_room_us: int | None = None
@@ -117,6 +143,8 @@ class RequestSeen:
     over: bool = False
     left: bool = False
     """Its client disconnected, or did not come back to resume it."""
+    accepted: bool = False
+    """An instance has accepted it."""
     found: bool = False
     """It was submitted to an earlier router and reported by an instance."""
     claimed: bool = False

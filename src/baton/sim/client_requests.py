@@ -43,7 +43,7 @@ class ClientRequest:
     reads_every_us: int | None
     """Interval at which a slow client reads one burst; None: it reads at once."""
 
-    def group(self, before: tuple[int, ...]) -> tuple[Submission, ...]:
+    def group(self, before: tuple[int, ...], now_us: int) -> tuple[Submission, ...]:
         """`before`: the tokens of the user's conversation so far."""
         prompt = frozen_tokens(np.array(before + self.prompt, dtype=np.int32))
         leader = RequestId(f"{self.index}.0")
@@ -56,6 +56,7 @@ class ClientRequest:
                 salt=self.salt,
                 priority=self.priority,
                 leader=leader if choice else None,
+                arrived_us=now_us + choice,
             )
             for choice in range(self.choices)
         )

@@ -74,7 +74,7 @@ class SimulatedClient:
         self.checker = user.checker
         self.host = user.host
         self._user = user
-        self._group = ask.group(before)
+        self._group = ask.group(before, user.host.world.now_us)
         self._answers: list[_Answer] = []
         self._booking: SubmittedGroup | RouterRequest | None = None
         self._left = False

@@ -391,7 +391,8 @@ class _Client:
 
     def _submit(self, index: int, call: PlannedRequest) -> None:
         sampling = Sampling(seed=index, temperature=0.0, stop_token_ids=(STOP_TOKEN,))
-        submission = Submission(RequestId(str(index)), self._prompt, sampling, call.max_tokens)
+        arrived_us = self._cluster.world.now_us
+        submission = Submission(RequestId(str(index)), self._prompt, sampling, call.max_tokens, arrived_us=arrived_us)
         self._cluster.submit(submission, self)
 
     # ── called by the front end or router ────────────────────────────────────────────────────────────────────────────────

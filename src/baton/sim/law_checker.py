@@ -44,6 +44,7 @@ from baton.sim.law_names import (
     HANDOVERS_END,
     LEDGER_SUMS,
     LINE_BOUND,
+    NOT_YOUNGER,
     NOTHING_HELD,
     OWN_CHECKS,
     OWN_PREFIXES,
@@ -438,8 +439,10 @@ class LawChecker:
         known, attempts = len(submission.prompt), 1
         if isinstance(ended, ChoiceOutcome):
             known, attempts = known + ended.generated_tokens, max(1, bill.attempts)
-        if bill.cached_tokens >= known or bill.preemptions > preemptions_max * attempts:
+        if bill.cached_tokens >= known:
             raise LawBroken(TRUE_BILL, f"{name}, {len(submission.prompt)} tokens in the prompt: {bill}")
+        if bill.preemptions > preemptions_max:
+            raise LawBroken(NOT_YOUNGER, f"{name} is protected after {preemptions_max} preemptions anywhere: {bill}")
         if attempts > 1 or resumed or (self.peers_share_a_store and bill.attempts):
             return  # an earlier attempt, or a peer that had begun it, may have cached it
         found = bytes(submission.prompt[: bill.cached_tokens].tolist())

@@ -105,6 +105,8 @@ class Pulse(msgspec.Struct, tag="pulse", frozen=True):
     """Keys of blocks removed from the prefix cache, concatenated."""
     notes: tuple[tuple[int, str, int], ...]
     """(serial, phase entered, microseconds ago)"""
+    preempted: tuple[tuple[int, int], ...] = ()
+    """(serial, preemptions so far, here and elsewhere)"""
 
 
 FromEngine = ReadyMessage | FailedMessage | Accepted | RefusedMessage | StepOutput | PeerTraffic | StoreTraffic | Pulse
@@ -237,7 +239,7 @@ def gauges_output(gauges: SchedulerGauges, drafts: DraftGauges) -> StepOutput:
 def pulse(gauges: SchedulerGauges, computing: bool, changes: EngineChanges) -> Pulse:
     named, forgotten = b"".join(changes.names.named), b"".join(changes.names.forgotten)
     notes = tuple((note.serial, note.phase.name, note.ago_us) for note in changes.notes)
-    return Pulse(gauges, computing, changes.names.fresh, named, forgotten, notes)
+    return Pulse(gauges, computing, changes.names.fresh, named, forgotten, notes, changes.preempted)
 
 
 class DecodedRows:

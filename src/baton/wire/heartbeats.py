@@ -1,5 +1,5 @@
-"""Assembles an instance's heartbeats to its router: gauges, changes of cached prefixes, phases entered since the last
-one."""
+"""Assembles an instance's heartbeats to its router: gauges, changes of cached prefixes, phases entered and preemptions
+since the last one."""
 
 from __future__ import annotations
 
@@ -51,11 +51,14 @@ class Heartbeats:
         self._prefixes = CachedPrefixes()
         self._notes: list[tuple[int, str, int]] = []
         """(serial, phase, time entered)"""
+        self._preempted: dict[int, int] = {}
+        """Serial → preemptions so far, where that has changed since the last heartbeat."""
 
     def void(self) -> None:
         """Forget what is pending: the session is over."""
         self._prefixes.void()
         self._notes.clear()
+        self._preempted.clear()
 
     def record_pulse(self, pulse: Pulse, serving: bool, now_us: int) -> None:
         self._gauges, self._computing = pulse.gauges, pulse.computing
@@ -64,12 +67,16 @@ class Heartbeats:
         self._prefixes.add(pulse)
         self._notes += [(serial, phase, now_us - ago) for serial, phase, ago in pulse.notes if self._is_routed(serial)]
         del self._notes[:-NOTES_A_BEAT_MAX]
+        self._preempted.update((serial, count) for serial, count in pulse.preempted if self._is_routed(serial))
 
     def beat(self, silent_us: int, now_us: int) -> HeartbeatMessage:
         fresh, named, forgotten = self._prefixes.take()
         notes = tuple((serial, phase, max(0, now_us - at_us)) for serial, phase, at_us in self._notes)
         self._notes.clear()
-        return HeartbeatMessage(self._gauges, max(0, silent_us), self._computing, fresh, named, forgotten, notes)
+        preempted = tuple(self._preempted.items())[:NOTES_A_BEAT_MAX]  # the rest waits for the next
+        for serial, _ in preempted:
+            del self._preempted[serial]
+        return HeartbeatMessage(self._gauges, max(0, silent_us), self._computing, fresh, named, forgotten, notes, preempted)
 
 
 def _take_keys(keys: dict[bytes, None]) -> bytes:

@@ -117,6 +117,8 @@ class PlacedChoice:
     logprobs: list[Logprobs] = field(default_factory=list)
     cached_tokens: int | None = None
     ended: EndedRequest | None = None
+    preemptions: int = 0
+    """How often it was preempted so far, here and elsewhere, as far as the engine has said."""
 
     @property
     def submission(self) -> Submission:
@@ -143,6 +145,7 @@ class PlacedChoice:
             tuple(self.logprobs),
             self.cached_tokens,
             self.ended,
+            max(self.preemptions, self.submission.preemptions + (self.ended.bill.preemptions if self.ended else 0)),
         )
 
 
@@ -328,6 +331,13 @@ class HeldChoices:
                 choices[start.serial].cached_tokens = start.cached_tokens
         for end in output.ended:
             self._end(choices.pop(end.serial), end)
+
+    def record_preemptions(self, preempted: Iterable[tuple[int, int]]) -> None:
+        """Record how often the engine has preempted these serials so far; those of others are ignored."""
+        for serial, count in preempted:
+            choice = self.open.get(serial)
+            if choice is not None:
+                choice.preemptions = count
 
     def _end(self, choice: PlacedChoice, end: EndedRequest) -> None:
         if choice.session != self.session:

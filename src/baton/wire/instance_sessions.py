@@ -265,6 +265,7 @@ class InstanceSessions:
 
     def record_pulse(self, pulse: Pulse, now_us: int) -> None:
         """Record a pulse of the engine for the next heartbeat. Call once per pulse."""
+        self._choices.record_preemptions(pulse.preempted)
         self._beats.record_pulse(pulse, self._state is InstanceSessionState.SERVING, now_us)
 
     def beat(self, pulse: Pulse | None, silent_us: int, now_us: int) -> HeartbeatMessage | None:

@@ -23,7 +23,8 @@ def heartbeat_of(beat: HeartbeatMessage, attempts: Mapping[int, ChoiceAttempt]) 
     notes = tuple(
         PhaseReport(attempts[serial], phase, ago_us) for serial, phase, ago_us in beat.notes if serial in attempts
     )  # fmt: skip
-    return Heartbeat(beat.gauges, beat.engine_silent_us, beat.computing, names, notes)
+    preempted = tuple((attempts[serial], count) for serial, count in beat.preempted if serial in attempts)
+    return Heartbeat(beat.gauges, beat.engine_silent_us, beat.computing, names, notes, preempted)
 
 
 def tokens_left(submission: Submission, context_tokens: int) -> int:
@@ -65,6 +66,7 @@ def _held_choice(message: HeldGroup, line: HeldChoiceMessage, submission: Submis
         extras=_extras(line, counts, join.vocabulary) if submission.sampling.logprobs is not None else (),
         cached_tokens=line.cached_tokens,
         end=line.ended,
+        preemptions=max(line.preemptions, submission.preemptions),
     )
 
 

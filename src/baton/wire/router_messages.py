@@ -95,6 +95,8 @@ class HeldChoiceMessage(WireMessage, array_like=True, frozen=True):
     """By row, where asked for."""
     cached_tokens: Count | None
     ended: EndedRequest | None
+    preemptions: Long = 0
+    """How often it was preempted so far, here and before it came here."""
 
 
 class HeldGroup(WireMessage, tag="held", frozen=True):
@@ -122,6 +124,8 @@ class HeartbeatMessage(WireMessage, tag="beat", frozen=True):
     forgotten: Keys
     notes: Annotated[tuple[tuple[Long, Name, Long], ...], Meta(max_length=NOTES_A_BEAT_MAX)]
     """(serial, phase, microseconds ago)"""
+    preempted: Annotated[tuple[tuple[Long, Long], ...], Meta(max_length=NOTES_A_BEAT_MAX)] = ()
+    """(serial, preemptions so far, here and before it came here)"""
 
 
 class Leaving(WireMessage, tag="leaving", frozen=True):

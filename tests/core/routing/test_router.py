@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from baton.core.engine.ended import Bill
 from baton.core.engine.gauges import SchedulerGauges
@@ -120,7 +121,7 @@ def test_a_choice_that_had_its_last_token_when_its_instance_was_lost_has_ended(
 # ── retries ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_whoever_had_no_room_is_avoided_while_another_is_there() -> None:
+def test_whoever_had_no_room_is_avoided_while_another_has_room() -> None:
     bench = Bench()
     for name in "ab":
         bench.join(facts(name))
@@ -147,28 +148,76 @@ def test_without_exclusion_the_prefix_draws_it_back() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_a_choice_that_found_no_room_too_often_ends_with_the_fault(count: int) -> None:
+def test_a_choice_that_found_no_room_too_often_is_sent_to_resume_in_place(count: int) -> None:
     bench = Bench(RouterConfig(preempt_retry_count=count))
     for name in "abc":
         bench.join(facts(name))
     body, send = bench.open(submission("x"))
     for _ in range(count):
+        assert not send.group[0].resumes_in_place
         bench.came(send, 1, end=ended(FinishReason.RESCHEDULE, PREEMPTED))
         bench.pass_us(1_000_000)
         send = bench.sent()
         bench.take(send)
-    bench.came(send, 1, end=ended(FinishReason.RESCHEDULE, PREEMPTED))
-    last = outcome(bench).outcome
-    assert last is not None
-    assert (last.reason, last.fault, last.generated_tokens) == (FinishReason.RESCHEDULE, PREEMPTED, count + 1)
+    assert send.group[0].resumes_in_place
+    bench.came(send, 1, end=STOP)
     assert bench.delivered(body) == [1] * (count + 1)
+
+
+def _full(*, free: int = 0, waiting: int = 0) -> SchedulerGauges:
+    return SchedulerGauges(free_blocks=free, running_blocks=256 - free, waiting=waiting)
+
+
+@pytest.mark.parametrize("other", [_full(), _full(free=200, waiting=1)])
+def test_who_had_to_yield_goes_back_where_it_was_while_no_other_has_room(other: SchedulerGauges) -> None:
+    bench = Bench()
+    for name in "ab":
+        bench.join(facts(name))
+    _, send = bench.open(submission("x"))
+    bench.ledgers = {"a": _full(free=3), "b": other}
+    for _ in range(3):
+        bench.came(send, 1, end=ended(FinishReason.RESCHEDULE, PREEMPTED))
+        bench.pass_us(1_000_000)
+        send = bench.sent()
+        assert send.session == bench.sessions["a"], "b has no room either"
+        bench.take(send)
+
+
+def test_who_had_to_yield_waits_for_where_it_was_rather_than_crowd_another() -> None:
+    bench = Bench(RouterConfig(ahead=0.5))
+    for name in "ab":
+        bench.join(facts(name, slots=2))
+    _, send = bench.open(submission("x"))
+    bench.ledgers = {"a": _full(free=100), "b": _full()}
+    bench.pass_us(200_000)
+    bench.came(send, 1, end=ended(FinishReason.RESCHEDULE, PREEMPTED))
+    _, other = bench.open(submission("y"))
+    assert other.session == send.session
+    assert not [item for item in bench.pass_us(500_000) if isinstance(item, SendAttempt)]
+    bench.came(other, 1, end=STOP)
+    assert bench.sent().session == send.session
+
+
+def test_its_count_of_preemptions_arrival_and_priority_travel_with_it() -> None:
+    bench = Bench()
+    for name in "ab":
+        bench.join(facts(name))
+    asked = replace(submission("x", priority=3), arrived_us=77)
+    _, send = bench.open(asked)
+    bench.came(send, 1, end=ended(FinishReason.RESCHEDULE, PREEMPTED, Bill(preemptions=2)))
+    bench.pass_us(1_000_000)
+    send = bench.sent()
+    bench.take(send)
+    assert (send.group[0].seniority, send.group[0].preemptions) == ((3, 77), 2)
+    bench.tell(HeartbeatCame(send.session, Heartbeat(SchedulerGauges(), 0, False, preempted=((which(send), 5),))))
+    bench.tell(InstanceLost(send.session, "killed"))
+    assert (bench.sent().group[0].seniority, bench.sent().group[0].preemptions) == ((3, 77), 5), "as it was reported"
 
 
 @pytest.mark.parametrize(
     "end",
     [
         ended(FinishReason.RESCHEDULE, PdFault(PdCode.NOT_DELIVERED, PdStage.TRANSFER, "torn")),
-        ended(FinishReason.RESCHEDULE, PdFault(PdCode.TIMEOUT, PdStage.PREFILL, "late")),
         ended(FinishReason.ERROR),
         ended(FinishReason.ABORT),
     ],
@@ -259,20 +308,19 @@ def test_a_refusal_that_is_about_the_request_reaches_the_client() -> None:
     assert bench.router.counts.declined == {"kv_pool_exceeded": 1}
 
 
-def test_once_opened_such_a_refusal_counts_as_no_room() -> None:
+def test_once_opened_such_a_refusal_ends_nothing() -> None:
     bench = Bench(RouterConfig(preempt_retry_count=1))
     bench.join(facts("a"))
     bench.join(facts("b"))
     _, send = bench.open(submission("x"))
     bench.came(send, 1)
     bench.tell(InstanceLost(send.session, "reset"))
-    bench.refuse(bench.sent(), RefusalCode.POOL_EXCEEDED)
-    bench.pass_us(1_000_000)
-    bench.refuse(bench.sent(), RefusalCode.POOL_EXCEEDED)
-    last = outcome(bench).outcome
-    assert last is not None
-    assert last.fault is not None
-    assert last.fault.code is PdCode.REFUSED
+    for _ in range(5):
+        bench.refuse(bench.sent(), RefusalCode.POOL_EXCEEDED)
+        assert not bench.of(DeliverTokens)
+        bench.pass_us(1_000_000)
+    bench.take(bench.sent())
+    assert bench.router.open_requests == 1
 
 
 def test_a_body_whose_instances_are_lost_before_they_answer_is_declined_in_the_end() -> None:
@@ -399,7 +447,7 @@ def test_who_has_tokens_waits_for_an_instance_until_the_deadline() -> None:
     last = outcome(bench).outcome
     assert last is not None
     assert last.fault is not None
-    assert (last.reason, last.fault.code) == (FinishReason.RESCHEDULE, PdCode.TIMEOUT)
+    assert (last.reason, last.fault.code) == (FinishReason.RESCHEDULE, PdCode.NOT_DELIVERED)
     assert bench.router.open_requests == 0
 
 
@@ -470,7 +518,7 @@ def test_a_cut_choice_needs_no_instance_any_more(when: str) -> None:
     assert bench.router.open_requests == 0
 
 
-def test_at_its_deadline_what_waits_ends_and_what_flows_goes_on() -> None:
+def test_at_its_deadline_what_no_instance_has_accepted_ends_and_the_rest_goes_on() -> None:
     bench = Bench(RouterConfig(deadline_us=2_000_000))
     bench.join(facts("a"))
     bench.join(facts("b"))
@@ -478,29 +526,22 @@ def test_at_its_deadline_what_waits_ends_and_what_flows_goes_on() -> None:
     bench.came(send, 1, nth=0)
     bench.came(send, 2, nth=1)
     bench.came(send, 2, nth=1, end=ended(FinishReason.ERROR))
-    moved = bench.sent()
+    unanswered = bench.arrive(submission("y"))
     bench.pass_us(2_000_000)
-    assert [(item.choice, item.outcome and item.outcome.reason) for item in bench.of(DeliverTokens)] == [
-        (1, FinishReason.RESCHEDULE), (2, FinishReason.RESCHEDULE),
-    ], "one was on its way, the other had no token yet"  # fmt: skip
-    assert bench.of(CancelChoices) == [
-        CancelChoices(moved.session, moved.attempt, (1,)),
-        CancelChoices(send.session, send.attempt, (2,)),
-    ]
+    assert [item.request for item in bench.ever(RequestDeclined)] == [unanswered]
+    assert not [item for item in bench.ever(DeliverTokens) if item.outcome is not None]
     assert not bench.pass_us(10_000_000), "the router sleeps from beat to beat"
     bench.came(send, 3, nth=0)
     assert bench.delivered(body, 0) == [1, 3]
-    bench.came(send, 4, nth=0, end=STOP)
-    assert outcome(bench).outcome is not None
-    assert bench.router.open_requests == 0
 
 
 @pytest.mark.parametrize("how", ["lost", "preempted", "drained"])
-def test_after_its_deadline_an_answer_does_not_move_any_more(how: str) -> None:
+def test_after_its_deadline_an_accepted_request_moves_once_more_and_resumes_in_place(how: str) -> None:
     bench = Bench(RouterConfig(deadline_us=2_000_000, drain_us=500_000))
     bench.join(facts("a"))
     bench.join(facts("b"))
-    _, send = bench.open(submission("x"))
+    body, send = bench.open(submission("x"))
+    assert not send.group[0].resumes_in_place
     bench.came(send, 1)
     bench.pass_us(3_000_000)
     if how == "lost":
@@ -509,12 +550,13 @@ def test_after_its_deadline_an_answer_does_not_move_any_more(how: str) -> None:
         bench.came(send, end=ended(FinishReason.RESCHEDULE, PREEMPTED))
     else:
         bench.tell(InstanceDrains(bench.router.fleet.members[send.session].name))
-        bench.pass_us(1_000_000)
-    last = outcome(bench).outcome
-    assert last is not None
-    assert last.fault is not None
-    assert (last.reason, last.fault.code, last.generated_tokens) == (FinishReason.RESCHEDULE, PdCode.TIMEOUT, 1)
-    assert bench.router.open_requests == 0
+    bench.pass_us(1_000_000)
+    again = bench.ever(SendAttempt)[-1]
+    assert again.session != send.session
+    assert again.group[0].resumes_in_place
+    bench.take(again)
+    bench.came(again, 2, end=STOP)
+    assert bench.delivered(body) == [1, 2]
 
 
 def test_what_has_begun_waits_for_an_instance_that_can_hold_it_and_holds_up_nobody() -> None:

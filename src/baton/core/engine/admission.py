@@ -86,9 +86,12 @@ class Admission:
         return Admit(hit, protected) if fits else MustWait()
 
     def protects(self, request: Request) -> bool:
-        """Whether it was preempted max_preemptions times, and is never a victim again. False where nothing decodes."""
+        """Whether it was preempted max_preemptions times, here or elsewhere, and is never a victim again.
+
+        False where nothing decodes: there nothing is preempted either.
+        """
         config = self._running.config
-        return not config.role.gives and request.bill.preemptions >= config.max_preemptions
+        return not config.role.gives and request.preemptions >= config.max_preemptions
 
     def blocks_needed(self, request: Request, protected: bool, hit: PrefixHit) -> int:
         """Blocks that must be available to admit it: those of its tokens; if it is protected, those of its limit."""

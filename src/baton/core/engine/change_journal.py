@@ -2,7 +2,8 @@
 
 Keeps the difference between the keys last reported and those cached now, not the history: a block that was cached and
 evicted in between is not mentioned. Bounded: beyond a few times the pool, all keys are reported anew; of phases the oldest
-notes are dropped, since nothing is decided from them. Nothing is kept before `ReportChanges` asks for it.
+notes are dropped, since nothing is decided from them; of preemptions the last count of each request is kept. Nothing is kept
+before `ReportChanges` asks for it.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class EnteredPhase:
 class EngineChanges:
     names: CachedKeysChanged = NO_KEYS_CHANGED
     notes: tuple[EnteredPhase, ...] = ()
+    preempted: tuple[tuple[Serial, int], ...] = ()
+    """Requests that were preempted, and how often each was so far, here and elsewhere."""
 
 
 class PrefixJournal:
@@ -82,8 +85,11 @@ class PrefixJournal:
 
 
 class PhaseNotes:
-    def __init__(self) -> None:
+    def __init__(self, before: PhaseNotes | None = None) -> None:
         self._noted: deque[tuple[Serial, Phase, int]] = deque(maxlen=NOTES_MAX)
+        self._preempted: dict[Serial, int] = {} if before is None else before._preempted
+        """Total preemptions of the requests that were preempted since the last report. None is dropped: the router keeps
+        the count for when this instance is lost."""
 
     def note(self, serial: Serial, phase: Phase, now_us: int) -> None:
         self._noted.append((serial, phase, now_us))
@@ -92,3 +98,11 @@ class PhaseNotes:
         notes = tuple(EnteredPhase(serial, phase, max(0, now_us - at_us)) for serial, phase, at_us in self._noted)
         self._noted.clear()
         return notes
+
+    def preempted(self, serial: Serial, preemptions: int) -> None:
+        self._preempted[serial] = preemptions
+
+    def take_preempted(self) -> tuple[tuple[Serial, int], ...]:
+        taken = tuple(self._preempted.items())
+        self._preempted.clear()
+        return taken

@@ -180,8 +180,15 @@ def the_decodes_are_current(scheduler: Scheduler) -> None:
 def nobody_yields_too_often(scheduler: Scheduler) -> None:
     most = scheduler.config.max_preemptions
     for request in scheduler.requests():
-        if request.bill.preemptions > most:
-            raise InvariantViolated(f"request {request.serial} yielded {request.bill.preemptions} times")
+        if request.bill.preemptions and request.preemptions > most:
+            text = f"{request.bill.preemptions} times, and {request.submission.preemptions} times elsewhere"
+            raise InvariantViolated(f"request {request.serial} yielded {text}")
+
+
+def the_senior_wait_in_front(scheduler: Scheduler) -> None:
+    waiting = [request.submission.seniority for request in scheduler.queued()]
+    if waiting != sorted(waiting):
+        raise InvariantViolated(f"requests wait in the order {waiting[:16]}")
 
 
 LAWS: dict[str, Callable[[Scheduler], None]] = {
@@ -193,6 +200,7 @@ LAWS: dict[str, Callable[[Scheduler], None]] = {
     "promises": promises_are_covered,
     "prefills": prefills_fit_together,
     "yielding": nobody_yields_too_often,
+    "seniority": the_senior_wait_in_front,
     "pins": pins_belong_to_leases,
     "copies": copies_have_what_they_touch,
     "crew": the_decodes_are_current,

@@ -1,8 +1,9 @@
 """Growth of decodes, and preemption when blocks run out.
 
 A decode that finds no block skips the step, and enough victims are preempted for it. Without a victim it waits for blocks
-that are being freed. A request that was preempted `max_preemptions` times is protected: it is admitted again only with its
-whole remaining need promised, and other rows may not take promised blocks. So protected requests always finish.
+that are being freed. A request that was preempted `max_preemptions` times, here or elsewhere, is protected: it is admitted
+only with its whole remaining need promised, and other rows may not take promised blocks. So protected requests always
+finish.
 """
 
 from __future__ import annotations
@@ -48,13 +49,12 @@ class BlockPressure:
             step.decodes = StepRows.of_decodes(slots, rows, config.burst)
 
     def _grow_or_wait(self, step: StepBuilder, rows: Int64s, short: Int64s) -> Int64s:
-        """Give one more block to each row that needs it, by priority. Returns the rows that can decode."""
+        """Give one more block to each row that needs it, by seniority. Returns the rows that can decode."""
         slots = self._slots
         free_for_all = self._pool.available - self._promises.promised(slots)
         sure = slots.protected[short]
         if np.count_nonzero(~sure) > free_for_all:
-            asking = short[~sure]
-            asking = asking[np.lexsort((slots.serial[asking], slots.priority[asking]))]
+            asking = slots.by_seniority(short[~sure])
             fed, starved = asking[: max(0, free_for_all)], asking[max(0, free_for_all) :]
             self._relieve(step, starved)
             short = np.concatenate((short[sure], fed))
@@ -100,6 +100,7 @@ class BlockPressure:
         request = self._running.occupant(victim)
         step.preempted = True
         request.bill.preemptions += 1
+        self._running.note_preemption(request)
         if victim == asker:
             self.preemptions_of_self += 1
         else:

@@ -56,6 +56,11 @@ class Request:
         return len(self.submission.prompt) + len(self.outputs)
 
     @property
+    def preemptions(self) -> int:
+        """How often it was preempted, here and elsewhere."""
+        return self.submission.preemptions + self.bill.preemptions
+
+    @property
     def cached_of_prompt(self) -> int:
         """As reported to the client: outputs generated elsewhere are not part of its prompt."""
         return min(self.bill.cached_tokens, len(self.submission.prompt))

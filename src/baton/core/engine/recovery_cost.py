@@ -110,7 +110,11 @@ class RecoveryCost:
         )
 
     def _leaves(self, rows: Int64s) -> Bools:
-        return np.full(len(rows), self._config.on_preempt is OnPreempt.RESCHEDULE)
+        """Whether each row's request, preempted, would end here to move; not on its last move, which resumes in place."""
+        if self._config.on_preempt is not OnPreempt.RESCHEDULE:
+            return np.zeros(len(rows), dtype=np.bool_)
+        requests = [self._running.occupant(slot) for slot in rows.tolist()]
+        return np.array([not request.submission.resumes_in_place for request in requests], dtype=np.bool_)
 
     def _shared_blocks(self, rows: Int64s) -> Int64s:
         """Blocks of each row that other rows hold as well: they are still here when it resumes."""

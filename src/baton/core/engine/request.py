@@ -178,6 +178,13 @@ class Submission(Struct, array_like=True, frozen=True, forbid_unknown_fields=Tru
     """Outputs that the client already has, from instances that ran it before; they count towards `max_tokens`."""
     prefill_at: Address = ""
     """The peer to prefill it, if the sender has chosen one; empty: any."""
+    arrived_us: Long = 0
+    """Unix time at which a front end took it, set once: among equal priorities, the earlier goes first everywhere. Choices
+    of one client's request are one microsecond apart."""
+    preemptions: Long = 0
+    """How often it was preempted on instances that ran it before; with those here they count towards `max_preemptions`."""
+    resumes_in_place: bool = False
+    """Never end it for want of blocks: preempted, it returns to this instance's own queue, whatever `on_preempt` says."""
     move_us_per_token: Annotated[float, Meta(ge=0, le=MOVE_US_PER_TOKEN_MAX)] | None = None
     """How long moves after a preemption take, as the sending router has last measured; None: it has measured none."""
 
@@ -189,6 +196,11 @@ class Submission(Struct, array_like=True, frozen=True, forbid_unknown_fields=Tru
     @property
     def known_tokens(self) -> int:
         return len(self.prompt) + len(self.generated)
+
+    @property
+    def seniority(self) -> tuple[int, int]:
+        """Its place in every queue: the lowest goes first. The same at every instance and router."""
+        return self.priority, self.arrived_us
 
 
 def frozen_tokens(tokens: npt.ArrayLike) -> Tokens:

@@ -77,6 +77,10 @@ class RunningSet:
         if request.slot is not None:
             self.slots.phase[request.slot] = phase
 
+    def note_preemption(self, request: Request) -> None:
+        if self.notes is not None:
+            self.notes.preempted(request.serial, request.preemptions)
+
     def moves(self) -> dict[tuple[Phase, Move], int]:
         """Number of times each transition of the table was taken; a copy, for reports."""
         return self._phases.moves()
@@ -98,7 +102,7 @@ class RunningSet:
     def _fill_row(self, slot: int, request: Request, hit: PrefixHit) -> None:
         slots, submission = self.slots, request.submission
         slots.epoch[slot] = request.epoch
-        slots.priority[slot] = submission.priority
+        slots.priority[slot], slots.arrived[slot] = submission.seniority
         slots.prompt[slot] = len(submission.prompt)
         slots.restore(slot, request.outputs)
         slots.planned[slot] = slots.computed[slot] = hit.computed

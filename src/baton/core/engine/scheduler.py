@@ -246,12 +246,16 @@ class Scheduler:
         return self.running.notes
 
     def keep_notes(self) -> None:
-        """Note every phase that a request enters from now on."""
-        self.running.notes = PhaseNotes()
+        """Note every phase that a request enters from now on. Counts of preemptions that were not taken yet are kept."""
+        self.running.notes = PhaseNotes(self.running.notes)
 
     def requests(self) -> tuple[Request, ...]:
         """For the laws."""
         return tuple(self.running.requests.values())
+
+    def queued(self) -> list[Request]:
+        """For the laws: the requests in the queue, in order."""
+        return self._queue.first(len(self._queue))
 
     def request(self, serial: Serial) -> Request | None:
         return self.running.requests.get(serial)

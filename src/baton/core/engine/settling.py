@@ -188,7 +188,7 @@ class StepSettling:
         self.broken_rows += not agreed
         if not agreed and request.ends_as is None:
             request.ends_as = FinishReason.ERROR
-        if request.ends_as is None and self._reschedules:
+        if request.ends_as is None and self._reschedules and not request.submission.resumes_in_place:
             request.ends_as = FinishReason.RESCHEDULE
             self.rescheduled += 1
             request.fault = PdFault(PdCode.PREEMPTED, PdStage.DECODE, "its KV blocks were needed for other requests")

@@ -42,6 +42,8 @@ class Slots:
         self.phase = np.full(slots, Phase.FINISHED, dtype=np.int8)
         """A copy of the request's phase, for selecting rows; written only by `RunningSet.move`."""
         self.priority = np.zeros(slots, dtype=np.int64)
+        self.arrived = np.zeros(slots, dtype=np.int64)
+        """Time at which a front end took the request; among equal priorities, the earlier is the more senior."""
         self.protected = np.zeros(slots, dtype=np.bool_)
         """Never a victim again: it was preempted too often, and its whole remaining need is promised."""
         self.discarded = np.zeros(slots, dtype=np.bool_)
@@ -151,6 +153,10 @@ class Slots:
     def loading(self) -> int:
         """Number of rows that wait for KV from host memory, or for the fence that ends the wait."""
         return int(np.count_nonzero(self.restoring))
+
+    def by_seniority(self, rows: Int64s) -> Int64s:
+        """These rows, the most senior first: by priority, then by arrival anywhere, then by acceptance here."""
+        return np.asarray(rows[np.lexsort((self.serial[rows], self.arrived[rows], self.priority[rows]))])
 
     def decoding(self) -> Int64s:
         rows: Int64s = (self.phase == DECODING).nonzero()[0]

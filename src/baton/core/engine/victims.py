@@ -1,8 +1,9 @@
 """Chooses the request to preempt: pure functions of the table and of measured rates. None: no request may be preempted.
 
 Only decoding requests are candidates (restarting half a prefill wastes it), and none that was preempted `max_preemptions`
-times. No request is preempted for a less important one: a candidate's priority number is at least the asker's. The asker
-itself may be chosen.
+times, here or elsewhere. No request is preempted for a less important one: a candidate's priority number is at least the
+asker's. The asker itself may be chosen. Age is counted from the arrival at the first front end, so that a request that has
+moved is not taken for a new one.
 """
 
 from __future__ import annotations
@@ -43,13 +44,11 @@ def candidates(slots: Slots, asker: int) -> Int64s:
 
 def choose_victim(policy: VictimPolicy, slots: Slots, asker: int, bring_back_us: Cost) -> int | None:
     """Among equals of the policy, choose the least important request, then the newest."""
-    rows = candidates(slots, asker)
+    rows = slots.by_seniority(candidates(slots, asker))[::-1]
     if not len(rows):
         return None
     match policy:
         case VictimPolicy.NEWEST:
-            order = np.lexsort((slots.serial[rows], slots.priority[rows]))
-            return int(rows[order[-1]])
+            return int(rows[0])
         case VictimPolicy.CHEAPEST:
-            order = np.lexsort((-slots.serial[rows], -slots.priority[rows], bring_back_us(rows)))
-            return int(rows[order[0]])
+            return int(rows[np.argmin(bring_back_us(rows))])  # the first of equals

@@ -1,7 +1,8 @@
-"""Requests that wait for a slot, ordered by priority and then by age.
+"""Requests that wait for a slot, ordered by seniority: priority, then arrival at the first front end, then serial.
 
-A preempted request keeps its serial, which is lower than those of the waiting requests, so it returns to the head of
-its priority. Sibling choices wait behind their leader, outside the queue, until its prompt is computed or it ends.
+A preempted request is older than those that have waited since, so it returns to the head of its priority; so does one that
+was preempted elsewhere and has moved here. Sibling choices wait behind their leader, outside the queue, until its prompt is
+computed or it ends.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from bisect import bisect_left, insort
 from baton.core.engine.records import Request
 from baton.core.errors import InvariantViolated
 
+Place = tuple[int, int, int]
+"""Priority, arrival, serial."""
+
 
 class WaitingQueue:
     def __init__(self) -> None:
-        self._places: list[tuple[int, int, Request]] = []
+        self._places: list[tuple[Place, Request]] = []
         self._held_back = 0
         """Followers of leaders that still prefill."""
 
@@ -28,10 +32,10 @@ class WaitingQueue:
 
     @property
     def head(self) -> Request | None:
-        return self._places[0][2] if self._places else None
+        return self._places[0][1] if self._places else None
 
     def first(self, count: int) -> list[Request]:
-        return [request for _, _, request in self._places[:count]]
+        return [request for _, request in self._places[:count]]
 
     def push(self, request: Request) -> None:
         insort(self._places, _place(request), key=_order)
@@ -39,7 +43,7 @@ class WaitingQueue:
     def remove(self, request: Request) -> None:
         place = _place(request)
         at = bisect_left(self._places, _order(place), key=_order)
-        if at == len(self._places) or self._places[at][2] is not request:
+        if at == len(self._places) or self._places[at][1] is not request:
             raise InvariantViolated(f"request {request.serial} is not in the queue")
         del self._places[at]
 
@@ -71,9 +75,9 @@ class NoQueue(WaitingQueue):
         raise InvariantViolated(f"request {request.serial} would have to wait where nothing waits")
 
 
-def _place(request: Request) -> tuple[int, int, Request]:
-    return request.submission.priority, request.serial, request
+def _place(request: Request) -> tuple[Place, Request]:
+    return (*request.submission.seniority, request.serial), request
 
 
-def _order(place: tuple[int, int, Request]) -> tuple[int, int]:
-    return place[0], place[1]
+def _order(entry: tuple[Place, Request]) -> Place:
+    return entry[0]

@@ -182,7 +182,7 @@ class Worker:
         """Changes since the last call, if `ReportChanges` asked to keep them; at most KEYS_MAX keys."""
         journal, notes = self.scheduler.pool.prefix.journal, self.scheduler.notes
         names = CachedKeysChanged() if journal is None else journal.take(KEYS_MAX)
-        return EngineChanges(names, () if notes is None else notes.take(now_us))
+        return EngineChanges(names) if notes is None else EngineChanges(names, notes.take(now_us), notes.take_preempted())
 
     @property
     def is_idle(self) -> bool:

@@ -280,7 +280,7 @@ class DecodeSide(HandoverSide):
         fault = self._note_fault(PdCode.REFUSED, PdStage.OFFER, reason)
         refuse = Refuse(handover.request, handover.attempt, reason)
         acts: Acts = [Tell(handover.peer, refuse), AttemptFailed(handover, fault)]
-        if self._resumes:
+        if self._resumes or entry.submission.resumes_in_place:
             gives_up = handover.attempt >= ATTEMPTS_MAX
             self._rows.take_back(entry.serial, prefills_here=gives_up, now_us=self._now_us)
             return acts
@@ -338,14 +338,15 @@ class DecodeSide(HandoverSide):
         ]
 
     def _fail(self, entry: DecodeHandover, code: PdCode, stage: PdStage, reason: str, *, tell: bool = True) -> Acts:
-        """The attempt failed. With on_preempt=resume the request continues here; else it ends with the fault."""
+        """The attempt failed. A request that resumes in place continues here, as all do with on_preempt=resume."""
         if entry.state is DecodeHandoverState.FENCING:
             return []
         fault = self._note_fault(code, stage, reason)
         acts: Acts = [AttemptFailed(entry.handover, fault)]
         if tell:
             acts.append(_release(entry, reason))
-        return acts + self._let_go(entry, None if self._resumes else FinishReason.RESCHEDULE, fault)
+        resumes = self._resumes or entry.submission.resumes_in_place
+        return acts + self._let_go(entry, None if resumes else FinishReason.RESCHEDULE, fault)
 
     def _let_go(self, entry: DecodeHandover, reason: FinishReason | None, fault: PdFault | None) -> Acts:
         """Without a reason the request goes back into this instance's own queue."""

@@ -5,6 +5,7 @@ One transition table says what can happen to an attempt. The messages and orders
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
@@ -72,7 +73,10 @@ class PrefillHandover:
     handover: Handover
     submission: Submission
     arrived_us: int
+    """When it was asked for here."""
     state: PrefillHandoverState = PrefillHandoverState.QUEUED
+    place: tuple[int, int, int] = (0, 0, 0)
+    """Its place in the queue: priority, arrival at the first front end, number of the ask here."""
     keys: list[Key] | None = None
     """Block keys of the tokens it starts with; computed when its turn comes, kept while it waits for room."""
     is_prefetched: bool = False
@@ -101,7 +105,10 @@ class PrefillHandover:
 class PrefillHandovers:
     def __init__(self, tiers: AnyTiers) -> None:
         self.queue: dict[Handover, PrefillHandover] = {}
-        """Attempts that are QUEUED, in the order of arrival."""
+        """Attempts that are QUEUED, in the order in which they were asked for: that of their time limits."""
+        self._line: list[PrefillHandover] = []
+        """Attempts that are QUEUED, the most senior first."""
+        self._asks = 0
         self.active: dict[Handover, PrefillHandover] = {}
         """All other open attempts: those with slots and, on the general path, those that soon have one."""
         self.queued_tokens = 0
@@ -130,6 +137,10 @@ class PrefillHandovers:
     def of_peer(self, peer: PeerId) -> list[PrefillHandover]:
         return [entry for entry in self._open.values() if entry.handover.peer == peer]
 
+    def next_to_offer(self, count: int) -> list[PrefillHandover]:
+        """The most senior of the queue."""
+        return self._line[:count]
+
     def with_time_limit(self) -> list[PrefillHandover]:
         """The head of the queue, which is due before the rest of it, and the active attempts that are not ending."""
         return [*islice(self.queue.values(), 1), *(entry for entry in self.active.values() if entry.state not in ENDING)]
@@ -139,6 +150,9 @@ class PrefillHandovers:
 
     def add(self, entry: PrefillHandover) -> None:
         self._open[entry.handover] = self.queue[entry.handover] = entry
+        self._asks += 1
+        entry.place = (*entry.submission.seniority, self._asks)
+        insort(self._line, entry, key=_place)
         self.queued_tokens += entry.submission.known_tokens
 
     def offer(self, entry: PrefillHandover, serial: Serial) -> None:
@@ -150,6 +164,7 @@ class PrefillHandovers:
         before, entry.state = entry.state, self._states.after(entry.state, move)
         if before is PrefillHandoverState.QUEUED:
             del self.queue[entry.handover]
+            del self._line[bisect_left(self._line, entry.place, key=_place)]
             self._tiers.forget_prefetch(entry.handover)
         if before in AHEAD and entry.state not in AHEAD:
             self.queued_tokens -= entry.submission.known_tokens
@@ -160,3 +175,7 @@ class PrefillHandovers:
             self.active.pop(entry.handover, None)
             if entry.serial is not None:
                 del self._by_serial[entry.serial]
+
+
+def _place(entry: PrefillHandover) -> tuple[int, int, int]:
+    return entry.place

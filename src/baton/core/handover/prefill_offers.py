@@ -1,8 +1,6 @@
-"""Offers of the prefill side: queued attempts are offered to their peers in the order of arrival, a little ahead of time."""
+"""Offers of the prefill side: queued attempts are offered to their peers by seniority, a little ahead of time."""
 
 from __future__ import annotations
-
-from itertools import islice
 
 from baton.core.engine.held_prefills import HeldPrefills
 from baton.core.engine.prefix import Key
@@ -44,7 +42,7 @@ class PrefillOffers:
 
     def _next(self) -> PrefillHandover | None:
         """The first of the queue whose KV is not being fetched from the store."""
-        for entry in islice(self._handovers.queue.values(), PREFETCH_AHEAD):
+        for entry in self._handovers.next_to_offer(PREFETCH_AHEAD):
             if not entry.is_prefetched:
                 entry.is_prefetched = self._held.prefetch(entry.handover, entry.submission, self._keys_of(entry))
             if not self._scheduler.tiers.is_prefetching(entry.handover):

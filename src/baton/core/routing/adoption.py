@@ -25,6 +25,7 @@ from baton.core.routing.routed_request import (
     RoutedRequest,
     add_bill,
     finished_as,
+    is_preemption,
     leads,
 )
 from baton.core.routing.routed_requests import RoutedRequests, digest_of
@@ -79,7 +80,7 @@ class Adoption:
             self._made += 1
             request = requests.open(RequestNumber(-self._made), None, item.origin, item.body_choices)
             request.orphan, request.grace_us = True, requests.now_us + requests.config.orphan_grace_us
-            request.priority = item.submission.priority
+            request.priority, request.asked_us = item.submission.seniority
             for choice in request.choices:
                 choice.state = ChoiceState.ABSENT
             self._pending[request.number] = request
@@ -100,6 +101,7 @@ class Adoption:
         attempt = choice.request.attempt_at(member, [choice])
         extras = list(item.extras[max(0, len(item.extras) - len(missing)) :]) if item.extras and missing else None
         choice.began_with = len(item.submission.prompt) + len(item.submission.generated)
+        self._keep_seniority(choice, item)
         if item.end is not None:
             add_bill(choice, item.end.bill)
         reason = item.end.reason if item.end is not None and item.end.reason in OVER else None
@@ -117,6 +119,17 @@ class Adoption:
         if item.end is None:
             self._resume(choice, attempt)
         return attempt.of(choice)
+
+    def _keep_seniority(self, choice: RoutedChoice, item: HeldChoice) -> None:
+        """It is as old, and was preempted as often, as the instance says; and if it was to move no more, it does not."""
+        request, count = choice.request, self._requests.config.preempt_retry_count
+        request.asked_us = min(request.asked_us, item.submission.arrived_us)
+        choice.sent_preemptions = item.submission.preemptions
+        choice.preemptions = max(choice.preemptions, item.preemptions)
+        if item.submission.resumes_in_place:
+            choice.yields = max(choice.yields, count)
+        if item.end is not None and is_preemption(item.end):
+            choice.yields += 1
 
     def _make_wait(self, choice: RoutedChoice, item: HeldChoice) -> None:
         requests = self._requests
@@ -211,7 +224,7 @@ def _asked(request: RoutedRequest, submission: Submission) -> Submission:
     """The submission as the client made it, led by the first known choice with the same prompt."""
     known = (choice.submission for choice in request.choices if choice.submission is not None)
     leader = next((leads(other) for other in known if np.array_equal(other.prompt, submission.prompt)), None)
-    return replace(submission, leader=leader, generated=NO_TOKENS, prefill_at="")
+    return replace(submission, leader=leader, generated=NO_TOKENS, prefill_at="", preemptions=0, resumes_in_place=False)
 
 
 def _history(item: HeldChoice) -> list[int]:

@@ -1,7 +1,8 @@
 """Reactions to the messages of instances about attempts: deliver tokens, and continue elsewhere what cannot stay.
 
-A choice continues elsewhere after a refusal, a preemption, a loss or a drain, up to the limits of `RouterConfig`; each retry
-waits in the placement queue for its back-off.
+A choice continues elsewhere after a refusal, a preemption, a loss or a drain; each retry waits in the placement queue for
+its back-off. Losses are limited, since the choice may cause them. Want of room ends nothing: the last move resumes in
+place.
 """
 
 from __future__ import annotations
@@ -104,6 +105,13 @@ class Attempts:
         requests = self._requests
         requests.effects += requests.timeline.noted(member, notes, requests.by_number, requests.now_us)
 
+    def preempted(self, member: FleetMember, counts: Sequence[tuple[ChoiceAttempt, int]]) -> None:
+        """Remember how often choices were preempted that resume there, for when their instance is lost."""
+        for which, count in counts:
+            choice = self._choice_of(member.session, which)
+            if choice is not None:
+                choice.preemptions = max(choice.preemptions, count)
+
     def accepted(self, event: AttemptAccepted) -> None:
         requests, attempt = self._requests, self._attempt(event.session, event.attempt)
         sent = _unanswered(attempt)
@@ -167,7 +175,8 @@ class Attempts:
             self.go_on_elsewhere(choice, MoveCause.DRAINED, loss_of(choice, f"{member.name} drains"))
 
     def go_on_elsewhere(self, choice: RoutedChoice, cause: MoveCause, fault: PdFault) -> None:
-        """Put it back into the placement queue, unless it has its last token or has used up its moves."""
+        """Put it back into the placement queue, unless it has its last token, was lost too often, or was never accepted in
+        time."""
         requests, reason, where = self._requests, finished_as(choice), choice.where
         if reason is not None:
             requests.end(choice, reason)
@@ -175,7 +184,7 @@ class Attempts:
         if not self._may_go_on(choice, cause, where):
             self._give_up(choice, fault)
             return
-        if choice.request.deadline_us <= requests.now_us:
+        if choice.request.deadline_us <= requests.now_us and not choice.request.opened:
             self._give_up(choice, requests.overdue(fault.reason))
             return
         if cause is MoveCause.PREEMPTED:
@@ -191,10 +200,11 @@ class Attempts:
     def _may_go_on(self, choice: RoutedChoice, cause: MoveCause, where: Instance | None) -> bool:
         match cause:
             case MoveCause.PREEMPTED | MoveCause.UNFIT:
-                choice.preemptions += 1
-                if where is not None and (self._config.preempt_retry_exclude_decode or cause is MoveCause.UNFIT):
-                    choice.avoid = [name for name in choice.avoid if name != where] + [where]
-                return choice.preemptions <= self._config.preempt_retry_count
+                choice.yields += 1
+                if where is not None:
+                    places = choice.yielded_at if cause is MoveCause.PREEMPTED else choice.unfit_at
+                    places[:] = [name for name in places if name != where] + [where]
+                return True
             case MoveCause.LOST:
                 choice.losses += 1
                 choice.fruitless = choice.fruitless + 1 if choice.lost_with == len(choice.delivered) else 1
@@ -212,7 +222,7 @@ class Attempts:
     def _delay_us(self, choice: RoutedChoice, cause: MoveCause) -> int:
         match cause:
             case MoveCause.PREEMPTED | MoveCause.UNFIT:
-                nth = choice.preemptions
+                nth = choice.yields
             case MoveCause.LOST:
                 nth = choice.losses - 1
             case MoveCause.REFUSED:

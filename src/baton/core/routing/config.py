@@ -33,14 +33,17 @@ class RouterConfig:
     preempt_retry_count: Annotated[
         int,
         Setting(
-            "preempt-retry-count", Panel.CARRYING, "How often a request may move because an instance had no room for it.", 0
+            "preempt-retry-count", Panel.CARRYING,
+            "How often a request may move because an instance had no room for it; the last move stays and resumes in place.",
+            0,
         ),
-    ] = 3
-    """Most times that a choice continues elsewhere because an instance had no room for it (codes 500 and 502)."""
+    ] = 3  # fmt: skip
+    """Most times that a choice continues elsewhere because an instance had no room for it (codes 408, 500 and 502). The last
+    move resumes in place, so that the choice never ends for want of blocks; 0: every attempt does."""
     preempt_retry_exclude_decode: Annotated[
         bool,
         Setting(
-            "preempt-retry-exclude-decode", Panel.CARRYING, "It then avoids that instance while there is another."
+            "preempt-retry-exclude-decode", Panel.CARRYING, "It then avoids that instance while another has room."
         ),
     ] = True  # fmt: skip
     loss_retry_count: Annotated[
@@ -62,13 +65,13 @@ class RouterConfig:
         int,
         Setting(
             "request-timeout", Panel.CARRYING,
-            "Seconds after which a request is neither placed nor moved any more; an answer that flows goes on.", 1,
+            "Seconds that a request may wait for an instance to accept it; after that time it resumes in place.", 1,
             unit=Unit.SECONDS,
         ),
         Bounds(least=1),
     ] = 600_000_000  # fmt: skip
-    """Counted from arrival. A request without a place or a first token then ends with an error; an answer that has begun
-    continues until it would have to move."""
+    """Counted from arrival. A request that no instance has accepted then ends with an error; one that was accepted goes on
+    to its end, and each attempt that begins later resumes in place."""
     absent_us: Annotated[
         int,
         Setting(

@@ -38,7 +38,7 @@ class Dispatcher:
             requests.say_declined(event.request, refusal)
             return
         request = requests.open(event.request, event.tenant, event.origin, len(event.group))
-        request.priority = min(submission.priority for submission in event.group)
+        request.priority, request.asked_us = min(submission.seniority for submission in event.group)
         for choice, submission in zip(request.choices, event.group, strict=True):
             choice.submission = submission
             requests.queue.enter(choice, requests.now_us)
@@ -80,6 +80,8 @@ class Dispatcher:
             name: prefiller.facts.peer_address for name, (_, prefiller, _) in prefills.items() if prefiller is not member
         }
         pairs = [(choice, self._query.settled(choice)) for choice in batch]
+        for choice in batch:
+            choice.sent_preemptions, choice.resumes_in_place = choice.preemptions, self._moves_no_more(choice)
         group = group_of(pairs, prefill_at, requests.move_meter.us_per_token)
         attempt = request.attempt_at(member, list(batch))
         for choice, submission in pairs:
@@ -99,6 +101,11 @@ class Dispatcher:
         )
         for choice in batch:
             requests.note(choice, TimelineStage.PLACED, member.name)
+
+    def _moves_no_more(self, choice: RoutedChoice) -> bool:
+        """Whether this attempt is its last move: it has used up its moves, or it is overdue."""
+        is_overdue = choice.request.deadline_us <= self._requests.now_us
+        return choice.yields >= self._config.preempt_retry_count or is_overdue
 
     def _expect_prefill(
         self, choice: RoutedChoice, member: FleetMember, prefiller: FleetMember, tokens: int, prompt: PromptToPlace

@@ -83,6 +83,8 @@ class Heartbeat:
     """Steps are in flight, so `ledger.steps` must grow."""
     names: CachedKeysChanged = NO_KEYS_CHANGED
     notes: tuple[PhaseReport, ...] = ()
+    preempted: tuple[tuple[ChoiceAttempt, int], ...] = ()
+    """Choices that were preempted and resume there, and how often each was so far, there and elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,6 +107,8 @@ class HeldChoice:
     cached_tokens: int | None
     end: EndedRequest | None
     """Its end, if it ended there meanwhile."""
+    preemptions: int = 0
+    """How often it was preempted so far, there and before it came there."""
 
 
 # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────────────────

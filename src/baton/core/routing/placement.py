@@ -46,6 +46,8 @@ class PlacementDemand:
     """Instances to avoid while there is another one; the last of them most."""
     begun: bool = False
     """It has run at an instance: it waits for one that can hold it."""
+    yielded_at: tuple[Instance, ...] = ()
+    """Instances that had no room for it: it moves only to one that has. The last of them may still have its KV cached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +80,12 @@ class Placement:
         self, wanted: PlacementDemand, holders: list[FleetMember], prefillers: Sequence[FleetMember]
     ) -> ChosenPlacement | None:
         """Choose one of the instances that can hold it. None: every candidate has too much queued already."""
-        able = [member for member in _avoiding(holders, wanted.avoid) if self.has_room(member)]
+        if not holders:
+            return None
+        known = self._known(wanted, holders[0].facts.block_size)
+        able = [member for member in self._candidates(wanted, holders, known) if self.has_room(member)]
         if not able:
             return None
-        known = self._known(wanted, able[0].facts.block_size)
         member = self._pick(wanted, able, prefillers, known)
         prefills = []
         for prompt, found in zip(wanted.prompts, known, strict=True):
@@ -91,6 +95,18 @@ class Placement:
         for chosen in (member, *(prefiller for prefiller, _ in prefills)):
             chosen.used = self._choosings
         return ChosenPlacement(member, tuple(prefills))
+
+    def _candidates(self, wanted: PlacementDemand, holders: list[FleetMember], known: Known) -> list[FleetMember]:
+        """The instances it may go to. After it had to yield: those that have room for it; if none has, the one where it was,
+        since elsewhere it would have to yield again, and its KV would have to be computed again."""
+        members = _avoiding(holders, wanted.avoid)
+        if not wanted.yielded_at:
+            return members
+        roomy = [member for member in members if self.has_room(member) and has_blocks(member, wanted, known)]
+        if self._config.preempt_retry_exclude_decode:
+            last = wanted.yielded_at[-1]
+            roomy = [m for m in roomy if m.name not in wanted.yielded_at] or [m for m in roomy if m.name != last]
+        return roomy or [member for member in members if member.name == wanted.yielded_at[-1]] or members
 
     def _known(self, wanted: PlacementDemand, block_size: int) -> Known:
         found = []
@@ -146,11 +162,22 @@ def _missing(prompt: PromptToPlace, member: FleetMember, prefiller: FleetMember,
 
 
 def _short(member: FleetMember, missing_tokens: int) -> int:
+    short = _missing_blocks(member, missing_tokens)
+    return POOL_TOKENS + short * member.facts.block_size if short > 0 else 0
+
+
+def _missing_blocks(member: FleetMember, missing_tokens: int) -> int:
+    """Blocks that its pool lacks for these tokens, by its last report and what was placed there since."""
     size, ledger = member.facts.block_size, member.ledger
     if not ledger.total_blocks:
         return 0  # it has not reported its pool yet
-    short = -(-missing_tokens // size) + member.promised_blocks - ledger.free_blocks - ledger.evictable_blocks
-    return POOL_TOKENS + short * size if short > 0 else 0
+    return -(-missing_tokens // size) + member.promised_blocks - ledger.free_blocks - ledger.evictable_blocks
+
+
+def has_blocks(member: FleetMember, wanted: PlacementDemand, known: Known) -> bool:
+    """Whether its pool has blocks for all known tokens, and nobody waits there for blocks already."""
+    missing = sum(prompt.tokens - found.get(member.session, 0) for prompt, found in zip(wanted.prompts, known, strict=True))
+    return not member.ledger.waiting and _missing_blocks(member, missing) <= 0
 
 
 def holding(servers: Sequence[FleetMember], wanted: PlacementDemand) -> list[FleetMember]:

@@ -29,18 +29,20 @@ class PlacementQuery:
     def of(self, batch: Sequence[RoutedChoice]) -> PlacementDemand:
         first: dict[RequestId, tuple[RoutedChoice, Submission]] = {}
         tokens: dict[RequestId, int] = {}
-        longest, avoid = 0, list[Instance]()
+        longest, avoid, yielded_at = 0, list[Instance](), list[Instance]()
         for choice in batch:
             submission = self.settled(choice)
             prompt = leads(submission)
             first.setdefault(prompt, (choice, submission))
             tokens[prompt] = tokens.get(prompt, len(submission.prompt)) + len(choice.delivered)
             longest = max(longest, len(submission.prompt) + (submission.max_tokens or 1))
-            avoid += choice.avoid
+            avoid += choice.unfit_at
+            yielded_at += choice.yielded_at
             if choice.turned_down_by is not None:
                 avoid.append(choice.turned_down_by)
         prompts = [PromptToPlace(name, tokens[name], self._keys(name, *first[name])) for name in first]
-        return PlacementDemand(tuple(prompts), longest, tuple(avoid), begun=batch[0].request.opened)
+        begun = batch[0].request.opened
+        return PlacementDemand(tuple(prompts), longest, tuple(avoid), begun, tuple(yielded_at))
 
     def settled(self, choice: RoutedChoice) -> Submission:
         """Its submission with a limit, the same for all attempts: without one by the client, as much as fits anywhere."""

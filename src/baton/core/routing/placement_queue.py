@@ -1,5 +1,6 @@
 """Choices that wait for a place at a router: until they are due, then in the order of (priority, arrival).
 
+Arrival is that at the first front end, so that a request keeps its place when another router adopts it.
 A choice that leaves without being taken out leaves a void entry, which is skipped, and swept when there are many.
 """
 
@@ -16,8 +17,8 @@ class PlacementQueue:
     def __init__(self) -> None:
         self._later: list[tuple[int, int, RoutedChoice]] = []
         """Ordered by (due, entry)."""
-        self._ready: list[tuple[int, int, int, int, RoutedChoice]] = []
-        """Ordered by (priority, order of arrival of its request, choice, entry)."""
+        self._ready: list[tuple[int, int, int, int, int, RoutedChoice]] = []
+        """Ordered by (priority, arrival of its request anywhere, order of arrival here, choice, entry)."""
         self._entries = 0
         self.count = 0
 
@@ -53,7 +54,7 @@ class PlacementQueue:
         """Take out the first ready choice and the other ready ones of its request. Empty: none is ready."""
         ready, found = self._ready, list[RoutedChoice]()
         while ready:
-            _, order, _, entry, choice = ready[0]
+            _, _, order, _, entry, choice = ready[0]
             if found and order != found[0].request.order:
                 break
             heapq.heappop(ready)
@@ -78,10 +79,12 @@ class PlacementQueue:
         return [choice for _, _, choice in sorted(entries, key=lambda item: item[:2])]
 
     def _line_up(self, choice: RoutedChoice) -> None:
-        heapq.heappush(self._ready, (choice.request.priority, choice.request.order, choice.index, choice.entry, choice))
+        request = choice.request
+        entry = (request.priority, request.asked_us, request.order, choice.index, choice.entry, choice)
+        heapq.heappush(self._ready, entry)
 
     def _sweep(self) -> None:
         self._later = [item for item in self._later if item[2].entry == item[1]]
-        self._ready = [item for item in self._ready if item[4].entry == item[3]]
+        self._ready = [item for item in self._ready if item[5].entry == item[4]]
         heapq.heapify(self._later)
         heapq.heapify(self._ready)

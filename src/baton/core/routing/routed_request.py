@@ -78,7 +78,8 @@ TRANSITIONS: dict[tuple[ChoiceState, ChoiceMove], ChoiceState] = {
 
 ABOUT_THE_INSTANCE = (RefusalCode.DRAINING, RefusalCode.QUEUE_FULL, RefusalCode.WRONG_ROLE, RefusalCode.DUPLICATE_ID)
 """Refusals that another instance, or the same one a little later, need not repeat."""
-NO_ROOM = (PdCode.REFUSED, PdCode.PREEMPTED)
+NO_ROOM = (PdCode.REFUSED, PdCode.PREEMPTED, PdCode.TIMEOUT)
+"""Ends for want of blocks, or of a prefilling peer with time for it. None of them is the fault of the request."""
 
 
 # ── records ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -104,13 +105,22 @@ class RoutedChoice:
     """Losses in a row without a token between them."""
     lost_with: int = -1
     """Number of tokens it had at the last loss."""
+    yields: int = 0
+    """Times that an instance had no room for it: they bound its moves."""
     preemptions: int = 0
+    """Times that it was preempted anywhere, as far as instances have said; it travels with every attempt."""
+    sent_preemptions: int = 0
+    """The count that its last attempt was sent with."""
+    resumes_in_place: bool = False
+    """Its last attempt was sent to stay: it does not end for want of blocks."""
     refusals: int = 0
     """Refusals in a row."""
     attempts: int = 0
     """Number of attempts so far, for the bill."""
-    avoid: list[Instance] = field(default_factory=list)
-    """Instances that had no room for it."""
+    yielded_at: list[Instance] = field(default_factory=list)
+    """Instances that had no room for it; at the last of them most of its KV may still be cached."""
+    unfit_at: list[Instance] = field(default_factory=list)
+    """Instances that refused it because of itself, after it had run elsewhere."""
     turned_down_by: Instance | None = None
     """The instance that refused it last, or was lost with it."""
     keep: int | None = None
@@ -170,6 +180,9 @@ class RoutedRequest:
     """Order of arrival."""
     arrived_us: int
     deadline_us: int
+    """By this time an instance must have accepted it."""
+    asked_us: int = 0
+    """Unix time at which its first front end took it (`Submission.arrived_us`), whichever router that was."""
     priority: int = 0
     choices: list[RoutedChoice] = field(default_factory=list)
     attempts: dict[int, Attempt] = field(default_factory=dict)
@@ -244,6 +257,7 @@ def fault_of_refusal(refusal: Refusal) -> PdFault:
 
 def add_bill(choice: RoutedChoice, bill: Bill) -> None:
     """Add an attempt's bill. Tokens known before an attempt that it computes count as recomputed."""
+    choice.preemptions = max(choice.preemptions, choice.sent_preemptions + bill.preemptions)
     sum_, first = choice.bill, choice.attempts <= 1
     again = 0 if first else min(bill.computed_tokens, max(0, choice.began_with - bill.cached_tokens))
     choice.bill = Bill(
@@ -274,7 +288,7 @@ def leads(submission: Submission) -> RequestId:
 def group_of(
     choices: Sequence[tuple[RoutedChoice, Submission]], prefill_at: dict[RequestId, str], move_us_per_token: float | None
 ) -> tuple[Submission, ...]:
-    """The choices of one request as one group that continues where each of them stopped.
+    """The choices of one request as one group that continues where each of them stopped, no younger than they are.
 
     Their former leader may have ended or be elsewhere: the first choice of the group with the same prompt leads the others.
     """
@@ -284,13 +298,14 @@ def group_of(
         prompt = leads(submission)
         leader = leaders.get(prompt)
         leaders.setdefault(prompt, submission.request_id)
-        generated = frozen_tokens(choice.delivered)
         group.append(
             replace(
                 submission,
                 leader=leader,
-                generated=generated,
+                generated=frozen_tokens(choice.delivered),
                 prefill_at=prefill_at.get(prompt, ""),
+                preemptions=choice.preemptions,
+                resumes_in_place=choice.resumes_in_place,
                 move_us_per_token=move_us_per_token,
             )
         )

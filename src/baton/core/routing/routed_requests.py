@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -60,7 +60,7 @@ class MoveCause(Enum):
     LOST = "lost"
     DRAINED = "drained"
     REFUSED = "refused"
-    """Because of the instance: not counted."""
+    """Because of the instance."""
     UNFIT = "unfit"
     """Refused because of the request itself, after it had run elsewhere."""
 
@@ -154,10 +154,8 @@ class RoutedRequests:
         self.end_all(request, FinishReason.ABORT, None)
         self.effects.append(UnclaimedDropped(request.number))
 
-    def end_all(
-        self, request: RoutedRequest, reason: FinishReason, fault: PdFault | None, but: Sequence[RoutedChoice] = ()
-    ) -> None:
-        still = [choice for choice in request.choices if choice.state is not ChoiceState.ENDED and choice not in but]
+    def end_all(self, request: RoutedRequest, reason: FinishReason, fault: PdFault | None) -> None:
+        still = [choice for choice in request.choices if choice.state is not ChoiceState.ENDED]
         self.call_back(still)
         for choice in still:
             done = None if reason is FinishReason.ABORT else finished_as(choice)
@@ -265,15 +263,12 @@ class RoutedRequests:
             del self._in_time[number]
             if request.orphan:
                 self.drop(request)
-            elif request.opened:
-                flows = [c for c in request.choices if c.state is ChoiceState.OPEN and c.delivered]
-                self.end_all(request, FinishReason.RESCHEDULE, self.overdue(), but=flows)
-            else:
+            elif not request.opened:
                 self.decline(request, RefusalCode.NO_INSTANCE, self.overdue().reason)
 
     def overdue(self, why: str = "") -> PdFault:
-        text = f"it has not ended within {self.config.deadline_us // 1_000_000} s"
-        return PdFault(PdCode.TIMEOUT, PdStage.DECODE, f"{text}: {why}" if why else text)
+        text = f"no instance has accepted it within {self.config.deadline_us // 1_000_000} s"
+        return PdFault(PdCode.TIMEOUT, PdStage.OFFER, f"{text}: {why}" if why else text)
 
 
 def sooner(one_us: int | None, other_us: int | None) -> int | None:

@@ -222,6 +222,8 @@ class Router:
             return
         if event.sign.notes:
             self._attempts.noted(member, event.sign.notes)
+        if event.sign.preempted:
+            self._attempts.preempted(member, event.sign.preempted)
         names = event.sign.names
         if names.fresh or names.named or names.forgotten:
             self._dispatcher.prefixes.hear(event.session, names)

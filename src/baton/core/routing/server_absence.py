@@ -1,4 +1,4 @@
-"""Time limit of requests while no instance serves: those without a token end after `absent_us`."""
+"""Time limit of requests while no instance serves: those without a token end after `absent_us`, others at their deadline."""
 
 from __future__ import annotations
 
@@ -35,13 +35,12 @@ class ServerAbsence:
         requests, since_us, due_us = self._requests, self._since_us, self.due_us
         if since_us is None or due_us is None or due_us > requests.now_us:
             return
-        waiting = [
-            c.request for c in requests.queue.all_waiting() if not any(other.delivered for other in c.request.choices)
-        ]
         times = []
         text = f"no instance has served for {self._absent_us // 1000} ms"
-        for request in dict.fromkeys(waiting):
+        for request in dict.fromkeys(choice.request for choice in requests.queue.all_waiting()):
             patience_us = max(since_us, request.arrived_us) + self._absent_us
+            if any(choice.delivered for choice in request.choices):
+                patience_us = max(patience_us, request.deadline_us)
             if patience_us > requests.now_us:
                 times.append(patience_us)
             elif request.opened:
