@@ -32,7 +32,7 @@ ABSENT_US = np.iinfo(np.int64).max
 
 
 class WayBack(IntEnum):
-    """Index of a way back in a table of costs. Of equal ways the first is expected."""
+    """Index of a way back in a table of costs."""
 
     COMPUTE = 0
     HOST = 1
@@ -89,9 +89,6 @@ class RecoveryCost:
     def bring_back_us(self, rows: Int64s) -> Int64s:
         """For each row, the cost of its quickest way back."""
         return np.asarray(self.costs_us(rows).min(axis=0))
-
-    def expected_way(self, row: int) -> WayBack:
-        return WayBack(int(self.costs_us(np.array([row], dtype=np.int64))[:, 0].argmin()))
 
     def costs_us(self, rows: Int64s) -> Int64s:
         """One line for each WayBack; ABSENT_US where a row does not have it."""
