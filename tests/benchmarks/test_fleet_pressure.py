@@ -114,7 +114,7 @@ def test_a_request_that_fits_no_pool_is_refused_before_anything_starts() -> None
 @pytest.mark.parametrize("model", ["scripted", "tiny"])
 def test_an_overloaded_fleet_ends_no_accepted_request(model: str) -> None:
     """As `python -m benchmarks fleet-overload`, for some seconds and with a fifth of the lengths and pools."""
-    options = OverloadOptions(model, 0.2, 24, 40, (10, 80), (60, 300), kv_blocks=48)
+    options = OverloadOptions(model, 0.1, 24, 24, (10, 80), (60, 300), kv_blocks=48)
     report = asyncio.run(run_overload(options, QUIET))
     assert report.failures == []
     assert report.accepted >= 24

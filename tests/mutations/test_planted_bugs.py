@@ -91,6 +91,11 @@ def bring_back_from_the_host_memory_that_it_leaves(patch: Patch) -> None:
     patch.set("RecoveryCost._leaves", lambda self, rows: np.zeros(len(rows), dtype=np.bool_))
 
 
+def let_everybody_move_again(patch: Patch) -> None:
+    """Costs as if a request could still move that is on its last move."""
+    patch.set("RecoveryCost._leaves", lambda self, rows: np.ones(len(rows), dtype=np.bool_))
+
+
 def reckon_with_computing_alone(patch: Patch) -> None:
     """Ignores that copying, fetching or moving a victim may take less."""
     patch.set("RecoveryCost.bring_back_us", lambda self, rows: self.costs_us(rows)[WayBack.COMPUTE])
@@ -126,6 +131,10 @@ BY_CASE: list[tuple[Plant, Case]] = [
     (
         bring_back_from_the_host_memory_that_it_leaves,
         test_offload.test_a_victim_is_not_brought_back_from_a_store_that_failed_nor_from_host_memory_once_it_moves,
+    ),
+    (
+        let_everybody_move_again,
+        test_offload.test_a_victim_on_its_last_move_comes_back_from_host_memory_and_does_not_move,
     ),
     (reckon_with_computing_alone, test_offload.test_the_cheapest_victim_is_the_one_whose_copy_is_quickest),
     (

@@ -18,6 +18,7 @@ from baton.core.config import (
     TierConfig,
     WorkerConfig,
 )
+from baton.core.engine.plan import Int64s
 from baton.core.engine.prefix import Key
 from baton.core.engine.recovery_cost import ABSENT_US, RecoveryCost, WayBack
 from baton.core.engine.request import FinishReason, Phase, Serial
@@ -244,26 +245,35 @@ def test_the_cheapest_victim_is_the_one_whose_copy_is_quickest() -> None:
     assert other == 403, "three blocks: the last token's KV is not computed yet"
 
 
-def test_a_victim_is_not_brought_back_from_a_store_that_failed_nor_from_host_memory_once_it_moves() -> None:
+def decoding_with_a_store(*, in_place: bool) -> tuple[TieredDriver, RecoveryCost, Int64s]:
+    """A request that decodes under `reschedule`, with a store; `in_place`: this is its last move."""
     stored = TierConfig(host_rows=64, store=True, bring_back=BringBack.ALWAYS, failures_max=1)
     driver = TieredDriver(config(tiers=stored, on_preempt=OnPreempt.RESCHEDULE))
-    driver.submit(msgspec.structs.replace(submission(range(20), 40), move_us_per_token=7.0))
-    scheduler = driver.worker.scheduler
-    while not len(rows := scheduler.slots.decoding()):
+    request = submission(range(20), 40)
+    driver.submit(msgspec.structs.replace(request, resumes_in_place=in_place, move_us_per_token=7.0))
+    while not len(rows := driver.worker.scheduler.slots.decoding()):
         if driver.orders:
             driver.finish()
         driver.go_on()
-    cost: RecoveryCost = scheduler._pass._pressure.cost  # type: ignore[attr-defined]
+    return driver, driver.worker.scheduler._pass._pressure.cost, rows  # type: ignore[attr-defined]
 
-    def ways() -> set[WayBack]:
-        return {way for way in WayBack if cost.costs_us(rows)[way, 0] != ABSENT_US}
 
-    assert ways() == {WayBack.COMPUTE, WayBack.STORE, WayBack.MOVE}
-    assert cost.costs_us(rows)[WayBack.MOVE, 0] == 7 * scheduler.slots.known[rows[0]]
+def ways_back(cost: RecoveryCost, rows: Int64s) -> set[WayBack]:
+    return {way for way in WayBack if cost.costs_us(rows)[way, 0] != ABSENT_US}
+
+
+def test_a_victim_is_not_brought_back_from_a_store_that_failed_nor_from_host_memory_once_it_moves() -> None:
+    driver, cost, rows = decoding_with_a_store(in_place=False)
+    scheduler = driver.worker.scheduler
+    assert ways_back(cost, rows) == {WayBack.COMPUTE, WayBack.STORE, WayBack.MOVE}
     scheduler.tiers._transfers.breakers[TransferKind.PUT].failed(0)  # type: ignore[union-attr]
-    assert ways() == {WayBack.COMPUTE, WayBack.MOVE}
-    assert cost.expected_way(int(rows[0])) is WayBack.MOVE
+    assert ways_back(cost, rows) == {WayBack.COMPUTE, WayBack.MOVE}
     assert cost.bring_back_us(rows).tolist() == [7 * scheduler.slots.known[rows[0]]]
+
+
+def test_a_victim_on_its_last_move_comes_back_from_host_memory_and_does_not_move() -> None:
+    _, cost, rows = decoding_with_a_store(in_place=True)
+    assert ways_back(cost, rows) == {WayBack.COMPUTE, WayBack.HOST, WayBack.STORE}
 
 
 # ── coming back ──────────────────────────────────────────────────────────────────────────────────────────────────────

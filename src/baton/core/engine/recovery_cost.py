@@ -32,7 +32,7 @@ ABSENT_US = np.iinfo(np.int64).max
 
 
 class WayBack(IntEnum):
-    """Index of a way back in a table of costs. Of equal ways the first is expected."""
+    """Index of a way back in a table of costs."""
 
     COMPUTE = 0
     HOST = 1
@@ -90,9 +90,6 @@ class RecoveryCost:
         """For each row, the cost of its quickest way back."""
         return np.asarray(self.costs_us(rows).min(axis=0))
 
-    def expected_way(self, row: int) -> WayBack:
-        return WayBack(int(self.costs_us(np.array([row], dtype=np.int64))[:, 0].argmin()))
-
     def costs_us(self, rows: Int64s) -> Int64s:
         """One line for each WayBack; ABSENT_US where a row does not have it."""
         return recovery_costs_us(self._lost_rows(rows), self._config.block_size, self._rates)
@@ -110,10 +107,11 @@ class RecoveryCost:
         )
 
     def _leaves(self, rows: Int64s) -> Bools:
+        """Whether each row's request, preempted, would end here to move; not on its last move, which resumes in place."""
         if self._config.on_preempt is not OnPreempt.RESCHEDULE:
-            return np.zeros(len(rows), dtype=bool)
-        submissions = (self._running.occupant(slot).submission for slot in rows.tolist())
-        return np.array([not submission.resumes_in_place for submission in submissions], dtype=bool)
+            return np.zeros(len(rows), dtype=np.bool_)
+        requests = [self._running.occupant(slot) for slot in rows.tolist()]
+        return np.array([not request.submission.resumes_in_place for request in requests], dtype=np.bool_)
 
     def _shared_blocks(self, rows: Int64s) -> Int64s:
         """Blocks of each row that other rows hold as well: they are still here when it resumes."""
