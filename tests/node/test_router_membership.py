@@ -33,7 +33,7 @@ from baton.wire.held_choices import (
     FIRST_ROUTED_TICKET,
     GROUP_BYTES_MAX,
 )
-from baton.wire.instance_sessions import InstanceSessions
+from baton.wire.instance_sessions import WELCOME_US, InstanceSessions
 from baton.wire.router_messages import (
     HELD_BYTES_MAX,
     HELD_GROUPS_MAX,
@@ -90,11 +90,15 @@ class QuietEngine:
 
 
 class Member:
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, welcome_us: int = WELCOME_US) -> None:
         self.engine = QuietEngine()
         self.drained = asyncio.Event()
         self.membership = RouterMembership(
-            "d1", RouterAddress("127.0.0.1", port, KEY), InstanceSessions(JOIN), self.engine, self.drained.set
+            "d1",
+            RouterAddress("127.0.0.1", port, KEY),
+            InstanceSessions(JOIN, welcome_us=welcome_us),
+            self.engine,
+            self.drained.set,
         )
         self.running = asyncio.create_task(self.membership.run())
 
@@ -105,8 +109,8 @@ class Member:
 
 
 @contextlib.asynccontextmanager
-async def member(port: int) -> AsyncIterator[Member]:
-    made = Member(port)
+async def member(port: int, welcome_us: int = WELCOME_US) -> AsyncIterator[Member]:
+    made = Member(port, welcome_us)
     try:
         yield made
     finally:
@@ -202,11 +206,10 @@ async def test_an_engine_that_is_silent_is_not_offered_to_a_router_until_it_spea
 
 
 async def test_a_router_that_does_not_answer_a_join_is_left_and_called_again(
-    router: RouterSide, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    router: RouterSide, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(membership_module, "WELCOME_US", 50_000)
     router.answers = [None]
-    async with member(router.port):
+    async with member(router.port, welcome_us=50_000):
         await router.next(HeartbeatMessage)
     assert len(router.of(Join)) == 2
     assert "has not answered the join" in caplog.text

@@ -205,6 +205,15 @@ def wait_for_an_instance_for_ever(patch: Patch) -> None:
     patch.set("ServerAbsence.expire", expire)
 
 
+@core("what an instance refuses while nobody serves waits as long as if it had just come")
+def start_the_wait_again_at_a_refusal(patch: Patch) -> None:
+    def wait(self: ServerAbsence, request: RoutedRequest) -> None:
+        if self._since_us is not None and self.due_us is None:
+            self.due_us = self._requests.now_us + self._absent_us
+
+    patch.set("ServerAbsence.wait", wait)
+
+
 @core("what a tenant has open is never taken off its account")
 def never_close_an_account(patch: Patch) -> None:
     patch.set("RateLimits.close", lambda self, tenant, generated_tokens, now_us: None)
@@ -317,6 +326,11 @@ def overlook_a_silent_engine(patch: Patch) -> None:
         return beaten_then(self, member, replace(sign, engine_silent_us=0), now_us)
 
     patch.set("FleetMembers.beaten", beaten)
+
+
+@core("only heartbeats count as signs of life, however much else comes")
+def hear_heartbeats_only(patch: Patch) -> None:
+    patch.set("FleetMembers.heard", lambda self, session, now_us: None)
 
 
 @core("a router that slept takes its own silence for that of its instances")

@@ -17,6 +17,8 @@ ONCE_BROKEN = {
     "an instance was suspected while its messages came, all about choices that were called back": 710000194,
     "a router that stood still for less than two beats counted that as silence of an instance": 1791479938,
     "steps launched on a slow device lasted longer than its slowness, and excused nothing": 1791480154,
+    "an instance whose welcome was lost waited for ever for a router that had died": 930000016,
+    "the end of an attempt was billed again at every join of its instance": 930000054,
 }
 
 

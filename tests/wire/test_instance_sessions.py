@@ -17,7 +17,7 @@ from baton.wire import held_choices, instance_sessions
 from baton.wire.engine_messages import DecodedRows, FromEngine, Pulse, WireError, refused
 from baton.wire.heartbeats import EngineVitals
 from baton.wire.held_choices import FIRST_ROUTED_TICKET
-from baton.wire.instance_sessions import InstanceSessions, InstanceSessionState, SessionEffects
+from baton.wire.instance_sessions import WELCOME_US, InstanceSessions, InstanceSessionState, SessionEffects
 from baton.wire.router_messages import (
     KEYS_A_BEAT_MAX,
     AllHeldSaid,
@@ -404,12 +404,28 @@ def test_when_the_grace_is_over_what_is_open_is_cancelled_and_nothing_is_kept() 
     assert (sessions.open_requests, sessions.held_choices) == (0, 0)
 
 
+def test_a_session_in_which_the_join_is_not_answered_is_hung_up_once() -> None:
+    """Before it is welcomed an instance says nothing by which it could learn that the router has died."""
+    sessions = InstanceSessions(JOIN, welcome_us=500)
+    for began_us in (1_000, 9_000):
+        sessions.opened(began_us)
+        assert sessions.next_deadline() == began_us + 500
+        assert sessions.tick(began_us + 499) == SessionEffects()
+        assert sessions.tick(began_us + 500).hang_up == "it has not answered the join within 0.0005 s"
+        assert sessions.next_deadline() is None
+        assert sessions.tick(began_us + 501) == SessionEffects()
+        sessions.lost("hung up", began_us + 502)
+    sessions.opened(20_000)
+    sessions.receive(WELCOME, 20_100)
+    assert sessions.next_deadline() is None
+
+
 def test_dialling_in_vain_does_not_make_the_grace_longer() -> None:
     sessions = serving()
     open_as(sessions, asks("a"), 1)
     sessions.lost("cut", 1_000)
     sessions.opened(2_000)
-    assert sessions.tick(10**9) == NOTHING, "an answer is awaited"
+    assert sessions.tick(2_000 + WELCOME_US - 1) == NOTHING, "an answer is awaited"
     sessions.lost("no answer", 3_000)
     sessions.lost("twice", 4_000)
     assert sessions.next_deadline() == 1_000 + WELCOME.orphan_grace_us

@@ -212,6 +212,7 @@ class AttemptBook(RouterWatcher):
         if placement.called_back or choice.placement is not placement:
             return
         choice.bills.append(ended.bill)
+        placement.billed = True
         self._preempted(placement, placement.preemptions + ended.bill.preemptions)
         placement.request.waits_since_us = now_us
         if ended.reason is FinishReason.RESCHEDULE and ended.fault is not None and ended.fault.code in NO_ROOM:
@@ -444,7 +445,9 @@ class AttemptBook(RouterWatcher):
             self._touch(placement)
             before = choice.placement
             if placement.ended is not None:
-                choice.bills.append(placement.ended.bill)
+                if not placement.is_known():
+                    choice.bills.append(placement.ended.bill)
+                placement.billed = True
             else:
                 choice.losses = max(0, choice.losses - 1)  # its instance still had it
             if before is not None:

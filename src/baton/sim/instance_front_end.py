@@ -36,6 +36,8 @@ from baton.wire.router_messages import FromInstance, decode_from_router, encode_
 ROUTER = "router"
 FRONT_OF = "front of"
 LEAST_BEAT_US = 10_000
+WELCOMED_US = 1_000_000
+"""Time that the router has to answer a join, on the shorter scale of these worlds."""
 KEPT_US = 50_000
 """Allowance beyond the grace period until kept choices must be dropped."""
 
@@ -73,7 +75,7 @@ def join_of(life: SimulatedInstance, role: Role, draining: bool = False) -> Join
 class InstanceFrontEnd:
     def __init__(self, front: Host, lines: Lines, life: SimulatedInstance, grace_us: int) -> None:
         self.life = life
-        self.sessions = InstanceSessions(join_of(life, life.spec.config.role), grace_us)
+        self.sessions = InstanceSessions(join_of(life, life.spec.config.role), grace_us, WELCOMED_US)
         self.serves = False
         """Whether the router has welcomed it in the present session."""
         self.drains = False
@@ -168,6 +170,7 @@ class InstanceFrontEnd:
     def opened(self) -> None:
         for message in self.sessions.opened(self._front.world.now_us):
             self._say(message)
+        self._ticks.set(self.sessions.next_deadline())
 
     def lost(self, reason: str) -> None:
         self.serves = False
@@ -213,8 +216,8 @@ class InstanceFrontEnd:
             self._say(message)
         if out.prefill_peers is not None:
             self._order(PrefillPeerAddresses(out.prefill_peers))
-        if out.turned_away is not None:
-            self.line.drop(out.turned_away)
+        if out.turned_away is not None or out.hang_up is not None:
+            self.line.drop(out.turned_away or out.hang_up or "")
         if out.drain and not self.drains:
             self.drains = True
             self._order(Drain())

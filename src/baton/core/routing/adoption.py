@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec.structs import replace
 
+from baton.core.engine.ended import EndedRequest
 from baton.core.engine.request import NO_TOKENS, FinishReason, Submission
 from baton.core.handover.faults import PdCode, PdFault, PdStage
 from baton.core.routing.events import DeliverTokens, HeldChoice, RequestClaimed, TimelineStage, UnclaimedFound
@@ -24,6 +25,7 @@ from baton.core.routing.routed_request import (
     RoutedChoice,
     RoutedRequest,
     add_bill,
+    attempt_key,
     finished_as,
     is_preemption,
     leads,
@@ -103,7 +105,7 @@ class Adoption:
         choice.began_with = len(item.submission.prompt) + len(item.submission.generated)
         self._keep_seniority(choice, item)
         if item.end is not None:
-            add_bill(choice, item.end.bill)
+            self._count_once(choice, item.end, member)
         reason = item.end.reason if item.end is not None and item.end.reason in OVER else None
         if item.end is not None and reason is None:
             reason = finished_as(choice)
@@ -128,8 +130,14 @@ class Adoption:
         choice.preemptions = max(choice.preemptions, item.preemptions)
         if item.submission.resumes_in_place:
             choice.yields = max(choice.yields, count)
-        if item.end is not None and is_preemption(item.end):
-            choice.yields += 1
+
+    def _count_once(self, choice: RoutedChoice, end: EndedRequest, member: FleetMember) -> None:
+        """The end of an attempt, which this router may know already: an instance reports it until the request is over."""
+        key = attempt_key(choice, member)
+        if key not in choice.billed:
+            choice.billed.add(key)
+            add_bill(choice, end.bill)
+            choice.yields += is_preemption(end)
 
     def _make_wait(self, choice: RoutedChoice, item: HeldChoice) -> None:
         requests = self._requests

@@ -33,6 +33,7 @@ from baton.core.routing.routed_request import (
     ChoiceState,
     RoutedChoice,
     add_bill,
+    attempt_key,
     fault_of,
     fault_of_refusal,
     finished_as,
@@ -89,6 +90,7 @@ class Attempts:
             return
         if tokens:
             requests.effects.append(DeliverTokens(event.attempt.request, choice.index, tokens, event.extras, cached, None))
+        choice.billed.add(attempt_key(choice, choice.attempt.member))
         cause = MoveCause.PREEMPTED if is_preemption(end) else MoveCause.LOST
         self.go_on_elsewhere(choice, cause, fault_of(end, choice.attempt.member.name))
 

@@ -44,8 +44,8 @@ class ServerAbsence:
         text = f"no instance has served for {self._absent_us // 1000} ms"
         for request in dict.fromkeys(choice.request for choice in requests.queue.all_waiting()):
             patience_us = self._patient_until_us(request, since_us)
-            if any(choice.attempt is not None for choice in request.choices):
-                times.append(requests.now_us + requests.config.beat_us)  # an instance that drains has another choice of it
+            if _has_a_place(request):
+                times.append(requests.now_us + requests.config.beat_us)
             elif patience_us > requests.now_us:
                 times.append(patience_us)
             elif request.opened:
@@ -58,3 +58,8 @@ class ServerAbsence:
         patience_us = max(since_us, request.waits_since_us) + self._absent_us
         has_tokens = any(choice.delivered for choice in request.choices)
         return max(patience_us, request.deadline_us) if has_tokens else patience_us
+
+
+def _has_a_place(request: RoutedRequest) -> bool:
+    """Whether an instance, one that drains, has another choice of the request."""
+    return any(choice.attempt is not None for choice in request.choices)
