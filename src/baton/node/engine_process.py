@@ -34,6 +34,8 @@ from baton.wire.engine_messages import FromEngine, ReadyMessage, decode_beat, de
 log = logging.getLogger("baton.engine")
 
 KILL_AFTER_S = 5.0
+KILL_STALLED_AFTER_S = 0.5
+"""Seconds that a stalled engine has for what `on_stall` asks of it, such as a record of its last events."""
 
 
 class EngineProcess:
@@ -41,7 +43,7 @@ class EngineProcess:
         self, settings: EngineSettings, on_message: Callable[[FromEngine], None], on_end: Callable[[str], None]
     ) -> None:
         self.on_stall: Callable[[str], None] = lambda _reason: None
-        """Called with the reason when the engine stalls, before it is killed."""
+        """Called with the reason when the engine stalls, after its requests have ended and before it is killed."""
         self._folder = Path(tempfile.mkdtemp(prefix="baton-"))  # mode 0700: no other user reaches the socket
         self._settings = replace(settings, endpoint=f"ipc://{self._folder}/engine")
         self._on_message = on_message
@@ -148,11 +150,13 @@ class EngineProcess:
             await asyncio.sleep(LOOK_US / 1e6)
         if self._stopping or process.returncode is not None:
             return
-        self.on_stall(stall)
         log.error("the engine is stalled: %s", stall)
         self._on_end(f"it stalled and was killed: {stall}")
         self._stopping = True  # its exit is no further news
-        process.kill()  # also ends a process that is stopped
+        self.on_stall(stall)
+        await asyncio.sleep(KILL_STALLED_AFTER_S)
+        if process.returncode is None:
+            process.kill()  # also ends a process that is stopped
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         code = await process.wait()

@@ -28,6 +28,7 @@ import msgspec
 from baton.api.auth import secret_of
 from baton.node.clock import monotonic_us
 from baton.node.parent_process import bound_to
+from baton.node.process_activity import ProcessActivity
 from baton.up.fleet_plan import SERVING_ROLES, FleetPlan, PlannedProcess, RouterPorts
 from baton.up.health_watch import ANSWER_US, ASK_US, HUNG_US, HealthWatch
 from baton.up.merged_log import LineSplitter, MergedLog
@@ -342,12 +343,16 @@ class Supervisor:
 
     async def _end_if_hung(self, child: SupervisedProcess, process: asyncio.subprocess.Process, url: str) -> None:
         """Kill the process when it hangs, so that it is started again."""
-        watch = HealthWatch(monotonic_us())
+        watch, activity, is_hung = HealthWatch(monotonic_us()), ProcessActivity(process.pid), False
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_US / 1e6)) as http:
-            while not watch.answered(await _is_healthy(http, url), monotonic_us()):  # noqa: ASYNC110  it tells nobody
+            while not is_hung:
                 await asyncio.sleep(ASK_US / 1e6)
+                is_good = await _is_healthy(http, url)
+                if is_good:
+                    activity.spoke()
+                is_hung = watch.answered(is_good, is_good or activity.runs(), monotonic_us())
         if not self._stopping.is_set():
-            self._log.note(child.name, f"hangs: no answer to /health for {HUNG_US // 1_000_000} s; killed")
+            self._log.note(child.name, f"hangs: no good answer to /health for {HUNG_US // 1_000_000} s; killed")
             _signal(process, signal.SIGKILL)
 
     def _explain(self, child: SupervisedProcess) -> None:
