@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 from baton.core.content_hashes import ContentHashes
-from baton.core.snapshot import snapshot
+from baton.core.snapshot import CannotSnapshot, snapshot
 
 SEGMENT_BYTES = 16 << 20
 """Estimated size of the calls of a segment. Two are kept."""
@@ -76,6 +76,8 @@ class FlightRecorder:
         """Called with each segment that is opened after the first."""
         self.on_raise: Callable[[Exception], None] | None = None
         """Called when a call has raised, before its exception goes on."""
+        self.stopped: str | None = None
+        """Why nothing is recorded any more."""
         self._older: Segment | None = None
         self.newer = self._open()
 
@@ -85,16 +87,23 @@ class FlightRecorder:
         self._room = self._segment_bytes
         return segment
 
-    def _rotate(self) -> None:
-        self._older, self.newer = self.newer, self._open()
-        if self.on_open is not None:
+    def _rotated(self) -> bool:
+        """Open the next segment. Where that cannot be done, recording ends and deciding goes on."""
+        if self.stopped is None:
+            try:
+                self._older, self.newer = self.newer, self._open()
+            except CannotSnapshot as error:
+                self.stopped = str(error)
+                self._hashes.results = None
+        if self.stopped is None and self.on_open is not None:
             self.on_open(self.newer)
+        return self.stopped is None
 
     def call(
         self, method: str, function: Callable[Arguments, Result], /, *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> Result:
-        if self._room <= 0:
-            self._rotate()
+        if self._room <= 0 and not self._rotated():
+            return function(*args, **kwargs)
         segment = self.newer
         try:
             result = function(*args, **kwargs)

@@ -174,7 +174,10 @@ class ValueEncoder:
 
     def _written(self, root: object) -> bytes:
         classes = [(kind.__module__, kind.__qualname__, names) for kind, names in self._classes]
-        return msgspec.msgpack.encode((FORMAT, classes, root, self._bodies))
+        try:
+            return msgspec.msgpack.encode((FORMAT, classes, root, self._bodies))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise CannotSnapshot(f"a value cannot be written: {error}") from None
 
     def _value(self, value: Any, mark: object) -> Any:
         kind = type(value)

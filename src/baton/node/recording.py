@@ -51,6 +51,8 @@ FLUSH_S = 1.0
 LAGGING_SEGMENTS = 8
 """With --record: segments that wait for being written; beyond that some are left out."""
 DUMP_SIGNAL = signal.SIGUSR1
+_UNWRITABLE = (OSError, BatonError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""A process does not end because its decisions cannot be written."""
 
 
 _open: list[ProcessRecorder] = []
@@ -105,7 +107,7 @@ class ProcessRecorder:
                 with self._new_file(f"{self._folder}{os.sep}") as file:
                     file.write(data)
                 self._remove_old()
-            except (OSError, BatonError) as error:
+            except _UNWRITABLE as error:
                 log.warning("the last decisions cannot be written: %s", error)
                 return None
             path = Path(file.name)
@@ -155,6 +157,7 @@ class AllDecisionsWriter:
         """Segments with calls that are not in the file. All but the last are complete."""
         self._written = 0
         """Calls of the first of them that are in the file."""
+        self._failed = False
         self._closing = threading.Event()
         self._mask: RecordingMask | None = None
         self._thread = threading.Thread(target=self._run, name="baton-recording", daemon=True)
@@ -179,9 +182,16 @@ class AllDecisionsWriter:
         self._flush()
 
     def _flush(self) -> None:
-        for frames in self._frames():
-            self._file.write(frames)
-        self._file.flush()
+        if self._failed:
+            self._waiting.clear()
+            return
+        try:
+            for frames in self._frames():
+                self._file.write(frames)
+            self._file.flush()
+        except _UNWRITABLE as error:
+            self._failed = True
+            log.warning("the recording ends here: %s: %s", type(error).__name__, error)
 
     def _frames(self) -> Iterator[bytes]:
         while True:

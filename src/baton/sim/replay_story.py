@@ -68,8 +68,8 @@ class Story:
                 return [f"raises {error}: {text}"]
             case EngineChanges(names, notes):
                 return [f"{len(names.named)} cached, {len(names.forgotten)} evicted, {len(notes)} phases"]
-            case [*effects]:
-                return [_words(effect) for effect in effects]
+            case list():
+                return [_words(effect) for effect in result]
             case (number, [*acts]):
                 return [f"request {number}", *map(_words, acts)]
             case _:
