@@ -105,7 +105,12 @@ class Machine:
             for choice in range(choices)
         ]  # fmt: skip
         self.bodies += 1
+        group = [self.arriving(item) for item in group]
         self.submitted.update(zip(self.driver.submit(*group), group, strict=True))
+
+    def arriving(self, item: Submission) -> Submission:
+        """What has happened to it before it came here: nothing."""
+        return item
 
     def end_one(self) -> None:
         alive = [serial for serial in self.submitted if serial not in self.driver.ended]

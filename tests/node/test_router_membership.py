@@ -62,11 +62,21 @@ class QuietEngine:
         self.orders: list[ToEngine] = []
         self.heard_us: int | None = None
         """When it last sent a message; None: it does all the time."""
+        self.is_running = False
+        """Whether its process uses a CPU while it is silent."""
         self.news = asyncio.Event()
 
     @property
     def silent_us(self) -> int:
         return 0 if self.heard_us is None else monotonic_us() - self.heard_us
+
+    @property
+    def runs(self) -> bool:
+        return self.is_running
+
+    @property
+    def stall_limit_us(self) -> int:
+        return 10_000_000
 
     def forward(self, message: ToEngine) -> None:
         self.orders.append(message)

@@ -37,6 +37,7 @@ from baton.router.fleet_engine import FleetEngine
 from baton.router.fleet_log import FleetEventLog
 from baton.router.instance_connections import InstanceConnections
 from baton.wire.engine_messages import PrefillPeerAddresses, RefusedMessage, StepOutput
+from baton.wire.heartbeats import EngineVitals
 from baton.wire.instance_sessions import InstanceSessions, SessionEffects
 from baton.wire.router_messages import decode_from_router, encode_membership
 from baton.wire.router_sessions import RouterSessions
@@ -133,7 +134,7 @@ class MemoryMember:
             now_s = asyncio.get_running_loop().time()
             if now_s - beaten_s > BEAT_S and self.line is not None:
                 beaten_s = now_s
-                beat = self.instance_sessions.beat(None, 0, monotonic_us())
+                beat = self.instance_sessions.beat(None, EngineVitals(0), monotonic_us())
                 self._act(SessionEffects(messages=[] if beat is None else [beat]))
 
     def _compute(self) -> bool:

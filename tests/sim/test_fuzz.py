@@ -29,9 +29,9 @@ SAMPLE = range(0, 2000, 246)
 
 
 def in_another_process(hash_seed: str, seeds: range) -> dict[int, str]:
-    arguments = ["--first-seed", str(seeds.start), "--seeds", str(len(seeds)), "--stride", str(seeds.step)]
     done = subprocess.run(
-        [sys.executable, "-m", "baton.sim.shard", *arguments],
+        [sys.executable, "-m", "baton.sim.shard"],
+        input="".join(f"{seed}\n" for seed in seeds).encode(),
         env={**os.environ, "PYTHONHASHSEED": hash_seed},
         stdout=subprocess.PIPE,
         check=True,

@@ -23,7 +23,7 @@ from baton.core.engine.records import Settled as StepSettled
 from baton.core.engine.request import FinishReason, RequestId, Sampling, Serial, Submission, frozen_tokens
 from baton.core.errors import Refusal, RefusalCode
 from baton.core.handover.faults import PdCode, PdFault, PdStage
-from baton.core.routing.events import Instance, Join
+from baton.core.routing.events import MEMBERSHIP_VERSION, Instance, Join
 from baton.wire import router_messages as membership
 from baton.wire.engine_messages import StepOutput, WireError, refused, step_output
 from baton.wire.membership_decoding import heartbeat_of, held_of
@@ -224,8 +224,8 @@ def test_what_is_out_of_bounds_is_refused_from_a_router(message: FromRouter) -> 
 
 
 def test_a_join_of_another_version_is_named_whatever_else_is_in_it() -> None:
-    strange = {"type": "join", "version": 2, "shoe_size": 44}
-    with pytest.raises(WireError, match=r"version 2 .* router 1"):
+    strange = {"type": "join", "version": MEMBERSHIP_VERSION + 1, "shoe_size": 44}
+    with pytest.raises(WireError, match=rf"version {MEMBERSHIP_VERSION + 1} .* router {MEMBERSHIP_VERSION}"):
         decode_from_instance(msgspec.msgpack.encode(strange))
 
 

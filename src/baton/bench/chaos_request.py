@@ -1,8 +1,9 @@
 """One request of a chaos run: sent, read to its end, compared with the undisturbed answer.
 
 Owns what "the same answer" means: tokens, text, finish reason and log-probabilities of every choice, and the counts of the
-usage; a stream ends with exactly one [DONE] and nothing after it. Errors of the network or the
-server are values here, never exceptions: each is reported as a difference.
+usage; a stream ends with exactly one [DONE] and nothing after it. No answer ends for want of blocks, and none was preempted
+more often than protects it, over all instances. Errors of the network or the server are values here, never exceptions: each
+is reported as a difference.
 """
 
 from __future__ import annotations
@@ -18,8 +19,12 @@ import msgspec
 
 from baton.bench.chaos_cases import ChaosCase
 from baton.bench.sse import SseEvent, SseOverflow, SseParser
+from baton.core.config import SchedulerSettings
+from baton.core.handover.faults import PdCode
 
 SHOWN_CHARS = 300
+WANT_OF_ROOM = (PdCode.REFUSED, PdCode.PREEMPTED, PdCode.TIMEOUT)
+PREEMPTIONS_MAX = SchedulerSettings().max_preemptions
 LOGPROB_SLACK = 1e-6
 """Tolerance of log-probabilities: another batch size sums in another order. float64 errors are far smaller."""
 
@@ -115,7 +120,7 @@ class SeenAnswer:
 
     def take(self, chunk: _Chunk, now_s: float) -> None:
         if chunk.error != msgspec.Raw(b"null"):
-            self.fault = self.fault or f"error: {bytes(chunk.error)[:SHOWN_CHARS].decode(errors='replace')}"
+            self.fault = self.fault or _error(bytes(chunk.error))
         if chunk.usage is not None:
             self.usage = chunk.usage
         for choice in chunk.choices:
@@ -162,7 +167,7 @@ async def _send(http: aiohttp.ClientSession, url: str, case: ChaosCase, answer: 
     async with http.post(url + case.path, data=_encode(case.body), headers=headers) as response:
         answer.status = response.status
         if response.status != 200:
-            answer.fault = f"{response.status}: {(await response.content.read(SHOWN_CHARS)).decode(errors='replace')}"
+            answer.fault = f"{response.status}: {_error(await response.content.read(SHOWN_CHARS))}"
         elif case.is_streamed:
             await _read_stream(response, answer)
         else:
@@ -199,7 +204,17 @@ def _incomplete(case: ChaosCase, answer: SeenAnswer) -> str | None:
         return "no usage"
     if answer.usage.completion_tokens != answer.tokens:
         return f"usage says {answer.usage.completion_tokens} tokens, {answer.tokens} came"
+    bill = answer.usage.baton
+    if bill is not None and bill.preemptions > PREEMPTIONS_MAX * case.choices:
+        return f"{bill.preemptions} preemptions, and {PREEMPTIONS_MAX} of a choice anywhere protect it everywhere"
     return None
+
+
+def _error(body: bytes) -> str:
+    """The error as text; it says so where a request was ended for want of blocks, which nothing excuses."""
+    text = body[:SHOWN_CHARS].decode(errors="replace")
+    ended = next((code for code in WANT_OF_ROOM if f'"code":{int(code)},"stage"' in text.replace(" ", "")), None)
+    return f"error: {text}" if ended is None else f"ended for want of blocks: {text}"
 
 
 def differences(undisturbed: SeenAnswer, answer: SeenAnswer) -> list[str]:

@@ -23,6 +23,7 @@ from baton.core.errors import BatonError
 from baton.node.clock import monotonic_us
 from baton.node.sealed_connection import SealedConnection, connect
 from baton.wire.engine_messages import PrefillPeerAddresses, Pulse, RefusedMessage, StepOutput, ToEngine
+from baton.wire.heartbeats import EngineVitals
 from baton.wire.instance_sessions import InstanceSessions, SessionEffects
 from baton.wire.retry_pauses import RetryConfig, RetryPauses
 from baton.wire.router_messages import FromInstance, Welcome, decode_from_router, encode_membership
@@ -44,6 +45,8 @@ RETRY = RetryConfig(
 """A router that rejects this instance may be restarted with another model."""
 ENGINE_SILENT_US = 300_000
 """An engine whose pulses are this late is not offered to a router: it would be suspected as soon as it joined."""
+ENGINE_DOUBTED_US = 250_000
+"""Silence of the engine after which the system is asked whether its process runs."""
 TIMER_US = 100_000
 """Interval of the timer where nothing is due before."""
 
@@ -57,6 +60,13 @@ class MembershipEngine(Protocol):
 
     @property
     def silent_us(self) -> int: ...
+
+    @property
+    def runs(self) -> bool:
+        """Whether the process of a silent engine uses a CPU or waits for one."""
+
+    @property
+    def stall_limit_us(self) -> int: ...
 
     def forward(self, message: ToEngine) -> None: ...
 
@@ -208,7 +218,10 @@ class RouterMembership:
         if late_us > welcome.beat_us:
             log.warning("a beat was %d ms late: this process was held up", late_us // 1000)
         # While this process was held up it received no pulses: that time is not the engine's silence.
-        beat = self._sessions.beat(None, max(0, self._engine_silent_us(now_us) - late_us), now_us)
+        silent_us = max(0, self._engine_silent_us(now_us) - late_us)
+        # Asked only where it matters: a look takes a while in a process with many threads.
+        runs = silent_us < ENGINE_DOUBTED_US or self._engine.runs
+        beat = self._sessions.beat(None, EngineVitals(silent_us, runs, self._engine.stall_limit_us), now_us)
         if beat is not None:
             self._send([beat])
 

@@ -154,7 +154,7 @@ class AttemptBook(RouterWatcher):
                     self._ended(session, ended, now_us)
             case HeartbeatMessage():
                 session.sign_us = now_us
-                session.doomed = message.engine_silent_us >= self._config.suspect_us
+                session.doomed = message.engine_silent_us >= self._config.engine_suspect_us(message.engine_runs)
                 session.gauges, session.placed_since = message.gauges, 0
                 self._names(session, message)
                 for serial, count in message.preempted:

@@ -17,7 +17,7 @@ import numpy as np
 
 from baton.core.config import DECODE, PREFILL, WorkerConfig
 from baton.core.engine.ended import EndedRequest
-from baton.core.engine.request import RequestId, Sampling, Submission, Tokens
+from baton.core.engine.request import FinishReason, RequestId, Sampling, Submission, Tokens
 from baton.core.errors import BatonError, Refusal
 from baton.core.routing import events as routing
 from baton.core.routing.config import RouterConfig, RoutingPolicy
@@ -332,6 +332,10 @@ def _handed(instance: SimulatedInstance, transfers: TimedTransfers) -> HandoverT
     )
 
 
+def _outcome_of(reason: FinishReason) -> RequestOutcome:
+    return RequestOutcome.LOST if reason is FinishReason.RESCHEDULE else RequestOutcome(reason)
+
+
 Chain = list[tuple[int, PlannedRequest]]
 """Consecutive calls of one client, with their indices."""
 
@@ -401,7 +405,8 @@ class _Client:
     def opened(self) -> None:
         """Tokens follow."""
 
-    def declined(self, _refusal: Refusal) -> None:
+    def declined(self, refusal: Refusal) -> None:
+        self._request.ended_because = refusal.message
         self._end(RequestOutcome.REFUSED)
 
     def progress(
@@ -425,7 +430,8 @@ class _Client:
             request.queue_us, request.prefill_us, request.decode_us = bill.queue_us, bill.prefill_us, bill.decode_us
             request.transfer_us = bill.transfer_us
             request.attempts = bill.attempts if isinstance(ended, EndedRequest) else bill.attempts - 1
-            self._end(RequestOutcome(ended.reason))
+            request.ended_because = "" if ended.fault is None else ended.fault.message
+            self._end(_outcome_of(ended.reason))
 
     def lost(self, _place: int | None, end: LostEntry) -> None:
         raise RunFailed(f"an instance was lost where none can be: {end.reason}")

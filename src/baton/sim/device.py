@@ -55,6 +55,11 @@ class SimulatedDevice:
         """When the last step that was launched while it was slow will have ended."""
         self.disagreement = 0.0
         self.in_flight = 0
+        self.hangs = False
+        """Whether steps never end any more."""
+        self.when_hung: Callable[[], None] | None = None
+        """Called when the first step that should have ended does not."""
+        self.longest_us = 0
         self.busy_us = 0
         self.spans: deque[StepSpan] | None = None
         self.number = 0
@@ -103,6 +108,12 @@ class SimulatedDevice:
             self.signals.step_done(step)
 
     def _finish(self, took_us: int, awaited: int | None) -> None:
+        if self.hangs:
+            hung, self.when_hung = self.when_hung, None
+            if hung is not None:
+                hung()
+            return
+        self.longest_us = max(self.longest_us, took_us)
         self.in_flight -= 1
         self.busy_us += took_us
         if awaited is None:

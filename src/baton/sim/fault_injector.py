@@ -136,7 +136,7 @@ class FaultInjector:
         for node in self._nodes:
             node.disk.heal()
             node.set_device(slowness=1.0, disagreement=0.0)
-            if node.host.paused:
+            if node.host.paused and not node.stopped_for_good:
                 node.resume()
             node.boot_if_down()
 

@@ -71,6 +71,9 @@ class Fault(StrEnum):
     LEFT = "instance left under load"
     LATE_JOIN = "instance joined under load"
     ENGINE_STALL = "engine stood still while its front end went on"
+    ENGINE_STOPPED = "engine stopped for good, and was killed by its front end"
+    ENGINE_HANG = "step never ended, and the engine was killed by its front end"
+    ENGINE_LATE = "engine late on a busy machine"
     FORGED = "stranger with forged frames"
     FORGED_BY_MEMBER = "forged frame of a member"
     LEG_REFUSED = "leg refused by an instance"
@@ -132,7 +135,7 @@ CLASSES: dict[str, tuple[Fault, ...]] = {
     "old-life": (Fault.OUTLIVED,),
     "drain": (Fault.DRAINED, Fault.LEFT),
     "late-join": (Fault.LATE_JOIN,),
-    "engine-stall": (Fault.ENGINE_STALL, Fault.ZOMBIE),
+    "engine-stall": (Fault.ENGINE_STALL, Fault.ENGINE_STOPPED, Fault.ENGINE_HANG, Fault.ENGINE_LATE, Fault.ZOMBIE),
     "forgery": (Fault.FORGED, Fault.FORGED_BY_MEMBER),
     "crowding": (Fault.LEG_REFUSED, Fault.LEG_YIELDED),
     "copy-slow": (Fault.COPY_SLOW, Fault.COPY_WHILE_FENCING),
@@ -273,6 +276,8 @@ class FaultRates:
     drains: int = 0
     late_joins: int = 0
     engine_stalls: int = 0
+    engine_hangs: int = 0
+    busy_spells: int = 0
     forgeries: int = 0
     slow_devices: int = 0
     disagreement: float = 0.0
@@ -361,6 +366,8 @@ def draw_rates(stream_of: dict[str, random.Random], classes: Collection[str]) ->
         drains=times("drain", 3),
         late_joins=times("late-join", 1),
         engine_stalls=times("engine-stall", 2),
+        engine_hangs=times("engine-stall", 2),
+        busy_spells=times("engine-stall", 2),
         forgeries=times("forgery", 4),
         slow_devices=times("device", 3),
         disagreement=rate("device", 0.0, 0.03),

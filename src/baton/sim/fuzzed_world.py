@@ -35,8 +35,8 @@ from baton.sim.world import Host, World
 
 EVENTS_MAX = 200_000
 HEALED_WITHIN_US = 20_000_000
-STANDSTILL_US = 3_000_000
-"""While a client waits, this long with nothing but heartbeats is a deadlock."""
+STANDSTILL_US = 4_000_000
+"""While a client waits, this long with nothing but heartbeats is a deadlock. A stopped engine is killed after 3 s."""
 PEER_DEAD_US = 3_000_000
 """This long after an instance died, its peers may hold nothing for it."""
 UNBOUNDED = 1 << 30
@@ -188,6 +188,7 @@ class FuzzedWorld:
             partial(_scripted, scenario.layers),
             scenario.times,
             None if router is None and not scenario.has_store else self._secret,
+            stall_us=scenario.stall_us,
         )
         instance_table = self.front.instance_tables[number] if router is None else None
         node = InstanceHost(

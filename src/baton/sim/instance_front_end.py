@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from baton.core.config import Role
 from baton.core.engine.orders import Accepted, Cancel, Drain
+from baton.core.engine.progress_watch import LOOK_US, ProgressWatch
 from baton.core.routing.events import Instance as InstanceName
 from baton.core.routing.events import Join
 from baton.sim.instance import SimulatedInstance
@@ -20,12 +21,15 @@ from baton.wire.engine_messages import (
     FailedMessage,
     PrefillPeerAddresses,
     Pulse,
+    ReadyMessage,
     RefusedMessage,
     StepOutput,
     ToEngine,
+    decode_beat,
     decode_from_engine,
     encode_to_engine,
 )
+from baton.wire.heartbeats import EngineVitals
 from baton.wire.instance_sessions import InstanceSessions, InstanceSessionState, SessionEffects
 from baton.wire.router_messages import FromInstance, decode_from_router, encode_membership
 
@@ -85,16 +89,20 @@ class InstanceFrontEnd:
         """When it lost the router; None while it is welcomed."""
         self._lost_us = front.world.now_us
         """When it last lost a session, welcomed or not."""
-        self._engine_us = front.world.now_us
-        """When the engine last sent a message."""
-        self._begun_us = front.world.now_us
-        """When the router last welcomed it."""
+        self.progress = ProgressWatch(life.spec.stall_us)
+        self.when_stalled: Callable[[str], None] | None = None
+        """Called with the reason when its engine stalls; the process then kills the engine and ends."""
+        self.starved = False
+        """Whether the engine is late because the machine is busy: it wants a core, and so does not look stopped."""
+        self._looks = Alarm(front, self._look)
         self._beat_us = LEAST_BEAT_US
         self._beats = Alarm(front, self._beat)
         self._ticks = Alarm(front, self._tick)
 
     def start(self) -> None:
+        self.life.beats.on_beat = lambda frame: self._front.run(self._engine_beat, frame)
         self.life.answer(self)
+        self._look()
         self.line.open()
 
     def leave(self) -> None:
@@ -120,25 +128,37 @@ class InstanceFrontEnd:
         self._front.run(self._hear_engine, frame)
 
     def _hear_engine(self, frame: bytes) -> None:
-        message = decode_from_engine(frame)
-        self._engine_us = self._front.world.now_us
+        message, now_us = decode_from_engine(frame), self._front.world.now_us
+        self.progress.heard(now_us)
         match message:
+            case ReadyMessage(tried_step_us=tried_us):
+                self.progress.ready(tried_us, now_us)
             case Accepted() | RefusedMessage():
                 if isinstance(message, Accepted):
                     self._running.update(message.serials)
                 if self.sessions.owns_ticket(message.ticket):
-                    self._carry_out(self.sessions.take(message, self._engine_us))
+                    self._carry_out(self.sessions.take(message, now_us))
             case StepOutput():
                 self._running.difference_update(ended.serial for ended in message.ended)
                 ours, _ = self.sessions.split(message)
                 if ours is not None:
-                    self._carry_out(self.sessions.take(ours, self._engine_us))
+                    self._carry_out(self.sessions.take(ours, now_us))
             case Pulse():
                 self._beat(message)
             case FailedMessage():
                 self.line.close("the engine has failed")
             case _:
                 pass
+
+    def _engine_beat(self, frame: bytes) -> None:
+        self.progress.beaten(decode_beat(frame), self._front.world.now_us)
+
+    def _look(self) -> None:
+        stall = self.progress.look(self._front.world.now_us)
+        if stall is None:
+            self._looks.set(self._front.world.now_us + LOOK_US)
+        elif self.when_stalled is not None:
+            self.when_stalled(stall)
 
     def _order(self, order: ToEngine) -> None:
         if isinstance(order, Cancel):
@@ -189,8 +209,7 @@ class InstanceFrontEnd:
             self._away_us = None
             self._grace_us = out.welcomed.orphan_grace_us
             self._beat_us = out.welcomed.beat_us
-            self._begun_us = self._front.world.now_us
-            self._beats.set(self._begun_us + self._beat_us)
+            self._beats.set(self._front.world.now_us + self._beat_us)
         for order in out.orders:
             self._order(order)
         for message in out.messages:
@@ -209,9 +228,9 @@ class InstanceFrontEnd:
     def _beat(self, pulse: Pulse | None = None) -> None:
         """Send a heartbeat: with each pulse of the engine, and without one when it is due."""
         now_us = self._front.world.now_us
-        # Before it was asked for pulses, the engine had no reason to send any.
-        silent_us = min(now_us - self._engine_us, now_us - self._begun_us)
-        beat = self.sessions.beat(pulse, silent_us, now_us)
+        runs = self.starved or not self.life.host.paused
+        engine = EngineVitals(self.progress.silent_us(now_us), runs, self.progress.limit_us)
+        beat = self.sessions.beat(pulse, engine, now_us)
         if beat is not None:
             self._say(beat)
             self._beats.set(now_us + self._beat_us)

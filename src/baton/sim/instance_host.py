@@ -15,6 +15,7 @@ from baton.sim.faults import DiskRates, Fault
 from baton.sim.front_end import InstanceTable
 from baton.sim.instance import InstanceSpec, InstanceWatcher, SimulatedInstance
 from baton.sim.instance_front_end import InstanceFrontEnd, line_names
+from baton.sim.law_names import DESERVED_STALL, HANG_SEEN, LawBroken
 from baton.sim.lines import LineEndpoint, Lines
 from baton.sim.simulated_peers import DataConnections, SimulatedPeers
 from baton.sim.storage_copies import StorageCopies, StorageModel
@@ -22,6 +23,8 @@ from baton.sim.world import Host, World
 from baton.wire.instance_sessions import InstanceSessions, SessionEffects
 
 FRONT = "front"
+STARTED_AGAIN_US = 100_000
+"""Time until an instance that has ended by itself is started again."""
 
 
 def instance_name(number: int) -> str:
@@ -37,6 +40,8 @@ class InstanceHost:
     """Called with the effects of each message from the router."""
     at_step: Callable[[InstanceHost, str], None] | None = None
     """Called at each step of a hand-over that is taken here."""
+    stopped_for_good = False
+    """Whether its engine is paused until its front end kills it; healing does not end that."""
 
     def __init__(
         self,
@@ -119,9 +124,14 @@ class InstanceHost:
     def hurt_until_us(self) -> int:
         """End of the last fault here for which a router may suspect it; now, while one lasts."""
         absent = self.instance is None or self.instance.worker is None
-        stands = self.host.paused or self.front.paused
+        late = self.front_end is not None and self.front_end.starved
+        stands = (self.host.paused and not late) or self.front.paused
         slow_until_us = 0 if self.instance is None else self.instance.device.slow_until_us
-        return self.host.world.now_us if absent or stands else max(self._hurt_until_us, slow_until_us)
+        return self.host.world.now_us if absent or stands or self.hangs else max(self._hurt_until_us, slow_until_us)
+
+    @property
+    def hangs(self) -> bool:
+        return self.instance is not None and self.instance.device.hangs
 
     def boot(self) -> None:
         if not self._rolling:
@@ -147,6 +157,7 @@ class InstanceHost:
         if self._transfers is not None:
             self._transfers.leave(self.name)
         self.front_end = None
+        self.stopped_for_good = False
         for host in (self.host, self.front):
             host.resume()
             host.crash()
@@ -197,8 +208,17 @@ class InstanceHost:
         """Pause only the engine; its front end continues."""
         self.host.pause()
 
+    def starve(self) -> None:
+        """Pause only the engine, as one that waits for a core: no cause to suspect it before its own limit."""
+        if self.front_end is not None:
+            self.front_end.starved = True
+            self.host.pause()
+
     def resume(self) -> None:
-        self.trouble()
+        late = self.front_end is not None and self.front_end.starved
+        self.trouble(of_router=late)
+        if self.front_end is not None:
+            self.front_end.starved = False
         if self.instance is not None:
             self.instance.hindered_us = self.host.world.now_us
         self.front.resume()
@@ -231,7 +251,28 @@ class InstanceHost:
         self.lines.append(self.line)
         self.instance_sessions.append(front_end.sessions)
         front_end.when_told = self._told
+        front_end.when_stalled = self._stalled
         self.front.run(front_end.start)
+
+    def _stalled(self, reason: str) -> None:
+        """Its front end kills the engine and ends; whoever supervises it starts it again."""
+        life = self.instance
+        if life is None or not (self.stopped_for_good or life.device.hangs):
+            raise LawBroken(DESERVED_STALL, f"{self.name}: {reason}")
+        self.host.world.fire(Fault.ENGINE_STOPPED if self.stopped_for_good else Fault.ENGINE_HANG, self.name)
+        self.crash()
+        self.host.world.after(STARTED_AGAIN_US, self.boot_if_down)
+
+    def seen_to_hang(self, life: SimulatedInstance, since_us: int, within_us: int) -> None:
+        """Law: this life, which hangs since then, has been ended by now; later where its processes stood still meanwhile."""
+        if self.instance is not life:
+            return
+        stands = self.front.paused or (self.host.paused and not self.stopped_for_good)
+        if stands or life.hindered_us > since_us:
+            now_us = self.host.world.now_us
+            self.host.world.after(within_us, self.seen_to_hang, life, now_us, within_us)
+            return
+        raise LawBroken(HANG_SEEN, f"{self.name} hangs since {since_us}, and still runs {within_us} µs later")
 
     def _told(self, out: SessionEffects) -> None:
         if self.when_told is not None:

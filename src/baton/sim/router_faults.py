@@ -8,8 +8,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
+from baton.core.engine.progress_watch import SILENT_US, STALL_STEPS
 from baton.core.routing.events import Join
 from baton.sim.faults import Fault, FaultRates, log_uniform_us
+from baton.sim.instance import SimulatedInstance
 from baton.sim.instance_front_end import ROUTER, join_of
 from baton.sim.instance_host import InstanceHost
 from baton.sim.law_names import FENCED, LawBroken
@@ -22,6 +24,11 @@ from baton.wire.instance_sessions import InstanceSessions, SessionEffects
 BY_MEMBER_SHARE = 0.3
 BY_ROUTER_SHARE = 0.5
 """Share of drains ordered at the router; the others are ordered at the instance."""
+FOR_GOOD_SHARE = 0.3
+"""Share of stopped engines that never go on."""
+SEEN_WITHIN_US = 450_000
+"""Allowance beyond the limit until a front end has seen that its engine hangs: a beat, a look, and messages on their way."""
+HANG_US_MAX = 2_500_000
 
 
 class RouterFaults:
@@ -55,6 +62,8 @@ class RouterFaults:
             ("old-life", rates.old_lives, self._old_life),
             ("drain", rates.drains, self._drain),
             ("engine-stall", rates.engine_stalls, self._stall),
+            ("engine-hang", rates.engine_hangs, self._hang),
+            ("busy-machine", rates.busy_spells, self._starve),
             ("forgery", rates.forgeries, self._forge),
         )
         for kind, times, begin in kinds:
@@ -112,7 +121,41 @@ class RouterFaults:
             return
         self._world.fire(Fault.ENGINE_STALL, node.name)
         node.stall()
-        self._world.after(log_uniform_us(stream, 20_000, 1_800_000), self._wake, node, node.host.lives)
+        lasts_us = log_uniform_us(stream, 20_000, 1_800_000)
+        if stream.random() < FOR_GOOD_SHARE and node.front_end.progress.is_watching:
+            node.stopped_for_good = True
+            within_us = SILENT_US + SEEN_WITHIN_US
+            self._world.after(within_us, node.seen_to_hang, node.instance, self._world.now_us, within_us)
+        else:
+            self._world.after(lasts_us, self._wake, node, node.host.lives)
+
+    def _starve(self, stream: random.Random, node: InstanceHost) -> None:
+        """Its engine does not get a core for a while: it is late, and nobody may suspect it for that."""
+        if self._over or node.host.paused or node.instance is None or node.front_end is None:
+            return
+        self._world.fire(Fault.ENGINE_LATE, node.name)
+        node.starve()
+        self._world.after(log_uniform_us(stream, 20_000, 2_000_000), self._wake, node, node.host.lives)
+
+    def _hang(self, _stream: random.Random, node: InstanceHost) -> None:
+        """From now on no step of this life ends. Only where that is seen before a client's wait looks like a deadlock."""
+        life = node.instance
+        if (
+            self._over
+            or life is None
+            or life.worker is None
+            or node.front_end is None
+            or not node.front_end.progress.is_watching
+        ):
+            return
+        longest_us = max(life.spec.tried_step_us, life.device.longest_us)
+        within_us = max(life.spec.stall_us, STALL_STEPS * longest_us) + SEEN_WITHIN_US
+        if within_us <= HANG_US_MAX and not life.device.hangs:
+            life.device.hangs = True
+            life.device.when_hung = lambda: self._hung(node, life, within_us)
+
+    def _hung(self, node: InstanceHost, life: SimulatedInstance, within_us: int) -> None:
+        self._world.after(within_us, node.seen_to_hang, life, self._world.now_us, within_us)
 
     def _wake(self, node: InstanceHost, life: int) -> None:
         if node.host.paused and node.host.lives == life:

@@ -33,10 +33,12 @@ from baton.sim.instance_front_end import ROUTER, number_of
 from baton.sim.law_names import STRANGERS, LawBroken
 from baton.sim.lines import LineEndpoint, Lines
 from baton.sim.router_watcher import RouterWatcher
+from baton.sim.twin import TwinCheck
 from baton.sim.world import Alarm, Host, World
 from baton.wire.engine_messages import WireError
 from baton.wire.router_messages import FromRouter, decode_from_instance, encode_membership
 from baton.wire.router_sessions import Act, CloseConnection, RouterSessions, SayToInstance
+from baton.wire.watched_sessions import WatchedSessions
 
 TOLD = (TimelineStage.PLACED, TimelineStage.PREEMPTED, TimelineStage.MOVED, TimelineStage.ENDED)
 """Stages of a choice that are noted in the story; the others are noted by its instance and its client."""
@@ -120,6 +122,9 @@ class RouterHost:
         self._secret = secret
         self._seed = seed
         self.sessions: RouterSessions
+        self._watched: RouterSessions | WatchedSessions
+        """The sessions; where laws are checked, beside twins that are restored from snapshots of them."""
+        self._checks_twins = watcher is not None
         self.former_sessions: list[RouterSessions] = []
         self.found: dict[bytes, UnclaimedAnswer] = {}
         """Unclaimed requests, by their origin."""
@@ -151,6 +156,10 @@ class RouterHost:
 
     def _begin(self) -> None:
         self.sessions = RouterSessions(Router(self.config, self._secret, self._seed + self.host.lives), ROUTER)
+        self._watched = self.sessions
+        if self._checks_twins:
+            twin = TwinCheck(ROUTER, self.sessions, self.sessions.router.hashes)
+            self._watched = WatchedSessions(self.sessions, twin)
         self.watcher.begin(self.host.world.now_us)
         self._alarm = Alarm(self.host, self._tick)
         self.connections = {}
@@ -199,7 +208,7 @@ class RouterHost:
     def _submit(self, request: RouterRequest, group: Sequence[Submission]) -> None:
         origin = group[0].request_id.encode()
         self._unseen.remove(request)
-        number, acts = self.sessions.submit(group[0].salt.decode(), group, origin, self.host.world.now_us)
+        number, acts = self._watched.submit(group[0].salt.decode(), group, origin, self.host.world.now_us)
         request.number = number
         self._requests[number] = request
         self.watcher.asked(number, group, origin, self.host.world.now_us)
@@ -208,12 +217,12 @@ class RouterHost:
     def leave(self, request: RouterRequest) -> None:
         if request.number is not None and self._requests.pop(request.number, None) is not None:
             self.watcher.left(request.number)
-            self._carry_out(self.sessions.leave(request.number, self.host.world.now_us))
+            self._carry_out(self._watched.leave(request.number, self.host.world.now_us))
 
     def cut(self, request: RouterRequest, place: int, keep: int) -> None:
         if request.number is not None and request.number in self._requests:
             self.watcher.cut(request.number, place)
-            self._carry_out(self.sessions.stop_choice(request.number, place, keep, self.host.world.now_us))
+            self._carry_out(self._watched.stop_choice(request.number, place, keep, self.host.world.now_us))
 
     def claim(self, group: Sequence[Submission], listener: RequestListener) -> tuple[RouterRequest, UnclaimedAnswer] | None:
         """Resume a request whose router crashed. None: no instance has reported it (yet).
@@ -228,7 +237,7 @@ class RouterHost:
         request.number, request.is_early = found.number, False
         self._requests[found.number] = request
         self.watcher.claimed(found.number)
-        self._acts.extend(self.sessions.claim(found.number, self.host.world.now_us, group))
+        self._acts.extend(self._watched.claim(found.number, self.host.world.now_us, group))
         self.host.after(0, self._drain)
         return request, found
 
@@ -238,7 +247,7 @@ class RouterHost:
         return RouterLine(self, line)
 
     def connected(self, connection: RouterLine) -> Session:
-        session = self.sessions.connected(self.host.world.now_us)
+        session = self._watched.connected(self.host.world.now_us)
         self._by_session[session] = connection
         if connection.number is not None:
             self.connections[connection.number] = connection
@@ -254,7 +263,7 @@ class RouterHost:
         try:
             message = decode_from_instance(frame)
             self.watcher.heard(session, message, now_us)
-            acts = self.sessions.receive(session, message, now_us)
+            acts = self._watched.receive(session, message, now_us)
         except WireError as error:
             self._shut(session, str(error))
             self.lost(session, str(error))
@@ -268,22 +277,22 @@ class RouterHost:
         """A frame of a process with the key that is no member: the members must not change by it."""
         before = self._lives()
         try:
-            acts = self.sessions.receive(session, decode_from_instance(frame), self.host.world.now_us)
+            acts = self._watched.receive(session, decode_from_instance(frame), self.host.world.now_us)
         except WireError as error:
             self._shut(session, str(error))
-            acts = self.sessions.lost(session, str(error), self.host.world.now_us)
+            acts = self._watched.lost(session, str(error), self.host.world.now_us)
         self._carry_out(acts)
         if self._lives() != before:
             raise LawBroken(STRANGERS, f"{before} were members, and after {frame[:40]!r} it was {self._lives()}")
 
     def lost_stranger(self, session: Session, reason: str) -> None:
         self._by_session.pop(session, None)
-        self._carry_out(self.sessions.lost(session, reason, self.host.world.now_us))
+        self._carry_out(self._watched.lost(session, reason, self.host.world.now_us))
 
     def lost(self, session: Session, reason: str) -> None:
         self._by_session.pop(session, None)
         self.watcher.lost(session, self.host.world.now_us)
-        self._carry_out(self.sessions.lost(session, reason, self.host.world.now_us))
+        self._carry_out(self._watched.lost(session, reason, self.host.world.now_us))
 
     def _lives(self) -> list[tuple[str, int]]:
         return [(view.facts.name, view.facts.incarnation) for view in self.sessions.router.views()]
@@ -299,7 +308,7 @@ class RouterHost:
 
     def drain(self, name: str) -> None:
         """Drain an instance, as `baton drain` does."""
-        self._carry_out(self.sessions.drain(name, self.host.world.now_us))
+        self._carry_out(self._watched.drain(name, self.host.world.now_us))
 
     # ── RouterView ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -313,9 +322,9 @@ class RouterHost:
     # ── acts of RouterSessions ───────────────────────────────────────────────────────────────────────────────────────────
 
     def _tick(self) -> None:
-        deadline = self.sessions.next_deadline()
+        deadline = self._watched.next_deadline()
         if deadline is not None and deadline <= self.host.world.now_us:
-            self._carry_out(self.sessions.tick(self.host.world.now_us))
+            self._carry_out(self._watched.tick(self.host.world.now_us))
         else:
             self._alarm.set(deadline)
 
@@ -333,7 +342,7 @@ class RouterHost:
                 self._act(self._acts.popleft())
         finally:
             self._acting = False
-        self._alarm.set(self.sessions.next_deadline())
+        self._alarm.set(self._watched.next_deadline())
         self.watcher.looked(self, self.host.world.now_us)
 
     def _act(self, act: Act) -> None:

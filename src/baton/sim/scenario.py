@@ -9,6 +9,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
+from typing import Any
 
 from baton.core.config import (
     DECODE,
@@ -24,6 +25,7 @@ from baton.core.config import (
     VictimPolicy,
     WorkerConfig,
 )
+from baton.core.engine.progress_watch import STALL_US
 from baton.core.routing.config import RouterConfig, RoutingPolicy
 from baton.sim.client_requests import VOCABULARY, ClientRequest, draw_ask
 from baton.sim.faults import CLASSES, OF_COPIES, OF_STORAGE, FaultRates, draw_classes, draw_rates
@@ -109,6 +111,8 @@ class Scenario:
     """Between device and host memory, if there is any."""
     store: StoreTimes = PLAIN_STORE
     """Used only if `has_store`."""
+    stall_us: int = STALL_US
+    """Least limit for a step that does not end, behind a router."""
 
     @property
     def instances(self) -> int:
@@ -176,6 +180,7 @@ def draw_scenario(seed: int, trim: ScenarioTrim | None = None) -> Scenario:
     if trim.asks is not None:
         users = _only(users, trim.asks)
     shape = stream_of(seed, "times")
+    carrying, stall_us = _draw_carrying(seed, classes)
     return Scenario(
         seed=seed,
         roles=_trimmed(roles, trim.instances),
@@ -189,9 +194,10 @@ def draw_scenario(seed: int, trim: ScenarioTrim | None = None) -> Scenario:
         line=_draw_line(seed, classes, has_router=has_router),
         span_us=span_us,
         users=users,
-        router=_draw_carrying(seed, classes) if has_router else None,
+        router=carrying if has_router else None,
         copies=_draw_copy_times(seed),
         store=_draw_store_times(seed),
+        stall_us=stall_us,
     )
 
 
@@ -203,29 +209,32 @@ def _of_storage(seed: int, config: WorkerConfig, giver: WorkerConfig) -> tuple[r
     return stream_of(seed, "of storage"), OF_STORAGE if has_store else OF_COPIES
 
 
-def _draw_carrying(seed: int, classes: tuple[str, ...]) -> RouterConfig:
+def _draw_carrying(seed: int, classes: tuple[str, ...]) -> tuple[RouterConfig, int]:
+    """The configuration of the router, and the limit of its instances for a step that does not end."""
     stream = stream_of(seed, "router")
     crowded, ahead = stream.choice((4.0, 16.0)), stream.choice((0.5, 1.0, 2.0))
-    return RouterConfig(
-        policy=stream.choice(tuple(RoutingPolicy)),
-        preempt_retry_count=stream.choice((0, 1, 3, 3, 16)),
-        preempt_retry_exclude_decode=stream.random() < 0.7,
-        loss_retry_count=stream.choice((0, 1, 8, 8, 8)),
-        backoff_us=stream.choice((1_000, 5_000, 20_000)),
-        backoff_us_max=stream.choice((20_000, 200_000)),
-        deadline_us=stream.choice((500_000, *(30_000_000,) * 7)),
-        absent_us=stream.choice((50_000, 500_000, 2_000_000, 2_000_000)),
-        waiting_max=stream.choice((4, 16, 1024)),
-        ahead=crowded if "crowding" in classes else ahead,
-        retry_rate=stream.choice((20.0, 200.0)),
-        retry_burst=stream.choice((1, 512, 512)),
-        suspect_us=stream.choice((400_000, 600_000)),
-        stuck_us=stream.choice((300_000, 60_000_000)),
-        drain_us=stream.choice((20_000, 200_000, 1_000_000)),
-        orphan_grace_us=stream.choice((100_000, 600_000, 1_500_000)),
-        key_concurrency=stream.choice((*(None,) * 9, 6)),
-        key_tokens_per_minute=stream.choice((*(None,) * 9, 6_000)),
-    )
+    drawn: dict[str, Any] = {
+        "policy": stream.choice(tuple(RoutingPolicy)),
+        "preempt_retry_count": stream.choice((0, 1, 3, 3, 16)),
+        "preempt_retry_exclude_decode": stream.random() < 0.7,
+        "loss_retry_count": stream.choice((0, 1, 8, 8, 8)),
+        "backoff_us": stream.choice((1_000, 5_000, 20_000)),
+        "backoff_us_max": stream.choice((20_000, 200_000)),
+        "deadline_us": stream.choice((500_000, *(30_000_000,) * 7)),
+        "absent_us": stream.choice((50_000, 500_000, 2_000_000, 2_000_000)),
+        "waiting_max": stream.choice((4, 16, 1024)),
+        "ahead": crowded if "crowding" in classes else ahead,
+        "retry_rate": stream.choice((20.0, 200.0)),
+        "retry_burst": stream.choice((1, 512, 512)),
+        "suspect_us": stream.choice((400_000, 600_000)),
+        "stall_us": stream.choice((300_000, 1_000_000)),
+        "drain_us": stream.choice((20_000, 200_000, 1_000_000)),
+        "orphan_grace_us": stream.choice((100_000, 600_000, 1_500_000)),
+        "key_concurrency": stream.choice((*(None,) * 9, 6)),
+        "key_tokens_per_minute": stream.choice((*(None,) * 9, 6_000)),
+    }
+    stall_us = drawn.pop("stall_us")
+    return RouterConfig(**drawn), stall_us
 
 
 def _draw_roles(seed: int) -> tuple[Role, ...]:

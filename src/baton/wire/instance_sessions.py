@@ -33,7 +33,7 @@ from baton.core.errors import Refusal, RefusalCode
 from baton.core.routing.events import Join
 from baton.core.state_machine import StateMachine
 from baton.wire.engine_messages import Pulse, RefusedMessage, StepOutput, ToEngine, WireError, refused
-from baton.wire.heartbeats import Heartbeats
+from baton.wire.heartbeats import EngineVitals, Heartbeats
 from baton.wire.held_choices import CHOICES_MAX, FIRST_ROUTED_TICKET, HeldChoices, HeldMove, HeldState, PlacedGroup
 from baton.wire.router_messages import (
     AllHeldSaid,
@@ -284,8 +284,8 @@ class InstanceSessions:
         self._choices.record_preemptions(pulse.preempted)
         self._beats.record_pulse(pulse, self._state is InstanceSessionState.SERVING, now_us)
 
-    def beat(self, pulse: Pulse | None, silent_us: int, now_us: int) -> HeartbeatMessage | None:
+    def beat(self, pulse: Pulse | None, engine: EngineVitals, now_us: int) -> HeartbeatMessage | None:
         """The next heartbeat; None while not serving. `pulse` must not have been recorded before."""
         if pulse is not None:
             self.record_pulse(pulse, now_us)
-        return self._beats.beat(silent_us, now_us) if self._state is InstanceSessionState.SERVING else None
+        return self._beats.beat(engine, now_us) if self._state is InstanceSessionState.SERVING else None

@@ -54,14 +54,14 @@ class Adoption:
         keep: list[Kept] = []
         extras: dict[RequestNumber, dict[int, tuple[object, ...]]] = {}
         """Log-probabilities of the orphans found in this join, by choice."""
-        furthest = _furthest(held)
+        furthest, hashes = _furthest(held), self._requests.hashes
         digests: dict[bytes, bytes] = {}
         """Origin → digest: one origin may be megabytes long, and belong to hundreds of choices."""
         for item in held:
             if item.serial not in furthest:
                 continue
             if item.origin not in digests:
-                digests[item.origin] = digest_of(item.origin)
+                digests[item.origin] = hashes.noted(digest_of(item.origin))
             request = self._request_of(item, digests[item.origin])
             choice = None if request is None else request.choices[item.choice]
             if choice is None or not _wanted(choice, item):

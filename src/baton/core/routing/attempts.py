@@ -76,6 +76,8 @@ class Attempts:
             requests.prefilled(choice)
         if event.cached_tokens is not None and choice.cached_tokens is None:
             choice.cached_tokens = cached = event.cached_tokens
+        if tokens:
+            requests.move_meter.resumed(choice, requests.now_us)
         choice.delivered += tokens
         if end is None:
             requests.effects.append(DeliverTokens(event.attempt.request, choice.index, tokens, event.extras, cached, None))
@@ -189,6 +191,8 @@ class Attempts:
             return
         if choice.state is ChoiceState.OPEN:
             choice.request.waits_since_us = requests.now_us
+        if cause is MoveCause.PREEMPTED:
+            requests.move_meter.yielded(choice, requests.now_us)
         requests.leave(choice)
         requests.move(choice, MOVE_OF[cause])
         requests.queue.enter(choice, requests.now_us + self._delay_us(choice, cause))

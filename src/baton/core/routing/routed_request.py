@@ -137,6 +137,8 @@ class RoutedChoice:
     outcome: ChoiceOutcome | None = None
     prefill: tuple[FleetMember, int] | None = None
     """The instance chosen to prefill it and the number of tokens, until the first token comes."""
+    yielded_us: int | None = None
+    """Time of its preemption, until the first token after it; None if it was not preempted, or has resumed."""
 
     @property
     def where(self) -> Instance | None:
@@ -293,7 +295,9 @@ def leads(submission: Submission) -> RequestId:
     return submission.leader if submission.leader is not None else submission.request_id
 
 
-def group_of(choices: Sequence[tuple[RoutedChoice, Submission]], prefill_at: dict[RequestId, str]) -> tuple[Submission, ...]:
+def group_of(
+    choices: Sequence[tuple[RoutedChoice, Submission]], prefill_at: dict[RequestId, str], move_us_per_token: float | None
+) -> tuple[Submission, ...]:
     """The choices of one request as one group that continues where each of them stopped, no younger than they are.
 
     Their former leader may have ended or be elsewhere: the first choice of the group with the same prompt leads the others.
@@ -312,6 +316,7 @@ def group_of(choices: Sequence[tuple[RoutedChoice, Submission]], prefill_at: dic
                 prefill_at=prefill_at.get(prompt, ""),
                 preemptions=choice.preemptions,
                 resumes_in_place=choice.resumes_in_place,
+                move_us_per_token=move_us_per_token,
             )
         )
     return tuple(group)
