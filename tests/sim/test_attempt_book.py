@@ -13,7 +13,7 @@ from baton.core.routing.identity import RequestNumber
 from baton.sim.attempt_book import COUNT_EVERY, AttemptBook
 from baton.sim.attempt_laws import SLACK_US
 from baton.sim.faults import Fault
-from baton.sim.law_names import DRAINS_IN_TIME, WAITS_IN_TIME, LawBroken
+from baton.sim.law_names import BACK_OFF, DRAINS_IN_TIME, WAITS_IN_TIME, LawBroken
 from baton.wire.engine_messages import RefusedMessage
 from baton.wire.router_messages import (
     AllHeldSaid,
@@ -120,6 +120,27 @@ def test_a_refusal_does_not_excuse_a_longer_wait_while_nobody_serves() -> None:
     watched.look(90_000)
     watched.book.heard(FIRST, RefusedMessage(1, RefusalCode.DRAINING, "", None), 90_000)
     assert broken_by(watched, 90_000) == WAITS_IN_TIME
+
+
+def test_a_choice_found_where_it_was_has_found_room() -> None:
+    """What others had refused before does not delay it when that instance is lost too."""
+    watched = Watched()
+    watched.join(FIRST, 0)
+    watched.place(FIRST, 0)
+    watched.book.heard(FIRST, RefusedMessage(1, RefusalCode.QUEUE_FULL, "", None), 1_000)
+    watched.join(SECOND, 2_000, held_group())
+    watched.book.lost(SECOND, 3_000)
+    watched.book.acted(SayToInstance(FIRST, PlaceAttempt(2, (submission("x"),), (0,), 1, b"x")), 3_000)
+
+
+def test_a_choice_that_was_refused_backs_off() -> None:
+    watched = Watched()
+    watched.join(FIRST, 0)
+    watched.place(FIRST, 0)
+    watched.book.heard(FIRST, RefusedMessage(1, RefusalCode.QUEUE_FULL, "", None), 1_000)
+    with pytest.raises(LawBroken) as caught:
+        watched.book.acted(SayToInstance(FIRST, PlaceAttempt(2, (submission("x"),), (0,), 1, b"x")), 3_000)
+    assert caught.value.law == BACK_OFF
 
 
 def test_a_request_that_was_accepted_waits_from_the_loss_of_its_instance_on() -> None:

@@ -19,6 +19,7 @@ ONCE_BROKEN = {
     "steps launched on a slow device lasted longer than its slowness, and excused nothing": 1791480154,
     "an instance whose welcome was lost waited for ever for a router that had died": 930000016,
     "the end of an attempt was billed again at every join of its instance": 930000054,
+    "a choice found where it was had to wait because another instance had refused it before": 931000132,
 }
 
 

@@ -450,6 +450,7 @@ class AttemptBook(RouterWatcher):
                 placement.billed = True
             else:
                 choice.losses = max(0, choice.losses - 1)  # its instance still had it
+                choice.no_room_us = None  # it has a place, though others had refused it
             if before is not None:
                 self._life.left_behind.append(before)
             choice.placement = placement

@@ -161,7 +161,7 @@ class Adoption:
         requests.move(choice, ChoiceMove.RESUME)
         attempt.board(choice)
         choice.losses, choice.fruitless = max(0, choice.losses - 1), max(0, choice.fruitless - 1)
-        choice.turned_down_by = None
+        choice.refusals, choice.turned_down_by = 0, None
         requests.note(choice, TimelineStage.RESUMED, attempt.member.name)
 
     def _announce(self, request: RoutedRequest, extras: dict[int, tuple[object, ...]]) -> None:
