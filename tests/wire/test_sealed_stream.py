@@ -230,6 +230,19 @@ def test_an_idle_side_gives_signs_of_life_that_nobody_sees_as_frames() -> None:
     assert (silent.fault, silent.reason) == (None, "silent for 1 ms")
 
 
+def test_a_frame_that_was_taken_out_on_the_way_is_noticed_at_the_next_sign_of_life() -> None:
+    """Without one, the other side would wait for as long as nothing else is sent."""
+    here, there = pair(StreamConfig(heartbeat_us=100))
+    here.stream.send([b"a request"], 10)
+    assert here.stream.output(), "it was written, and is taken out"
+    assert here.stream.next_deadline() == 110
+    assert here.stream.tick(110) is None
+    there.take(here.stream.output(), 110)
+    assert there.frames == []
+    assert there.end is not None
+    assert there.end.fault == SealFault.OUT_OF_SEQUENCE
+
+
 def test_without_heartbeat_and_silence_an_open_stream_waits_for_ever() -> None:
     here, _ = pair(StreamConfig())
     assert here.stream.next_deadline() is None

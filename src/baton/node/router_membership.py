@@ -33,7 +33,7 @@ log = logging.getLogger("baton.joining")
 
 CONNECT_S = 1.0
 ROUTER_STREAM = StreamConfig(handshake_us=2_000_000)
-"""Beats are messages of the membership: the stream has no heartbeat of its own."""
+"""Beats are messages of the membership: the stream of this side needs no heartbeat of its own."""
 RETRY = RetryConfig(
     first_us=50_000,
     longest_us=500_000,

@@ -20,7 +20,7 @@ from baton.node.clock import monotonic_us
 from baton.node.sealed_connection import Listener, SealedConnection
 from baton.wire.router_messages import TurnedAway, decode_from_instance, encode_membership
 from baton.wire.router_sessions import Act, CloseConnection, RouterSessions, SayToInstance
-from baton.wire.sealed_stream import ConnectionEnd
+from baton.wire.sealed_stream import ConnectionEnd, StreamConfig
 from baton.wire.watched_sessions import WatchedSessions
 
 log = logging.getLogger("baton.router")
@@ -28,6 +28,9 @@ log = logging.getLogger("baton.router")
 WARNING_CHANGES = frozenset({"lost", "suspected", "stuck", "fenced", "refused"})
 """Changes that are logged as warnings."""
 LOGGED_MAX = 1024
+INSTANCE_STREAM = StreamConfig(heartbeat_us=1_000_000)
+"""A router may have nothing to say to an instance for long. Frames are numbered, so that one that was taken out on the way is
+noticed at the next one: the sign of life bounds how long a request waits that was lost so."""
 
 Watcher = Callable[[Act, int], None]
 """Called with an act and its time in microseconds."""
@@ -43,7 +46,7 @@ class InstanceConnections:
     ) -> None:
         self.router_sessions = router_sessions
         self.clock_us = clock_us
-        self.listener = Listener(cluster_key, f"router {name}", self)
+        self.listener = Listener(cluster_key, f"router {name}", self, INSTANCE_STREAM)
         self._connections: dict[Session, SealedConnection] = {}
         self._sessions: dict[SealedConnection, Session] = {}
         self._watchers: list[Watcher] = []
