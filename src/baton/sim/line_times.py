@@ -38,7 +38,7 @@ class LineTimes:
         return LineConfig(stream, self._retry())
 
     def of_router(self) -> LineConfig:
-        """Between router and instances: instances send heartbeats as messages, and silence is judged by the router, which gives
+        """Between router and instances: instances send heartbeats as messages, and silence is judged by the router. It gives
         signs of life half as often as peers do."""
         stream = StreamConfig(
             handshake_us=self.handshake_us, heartbeat_us=2 * self.heartbeat_us, unread_bytes_max=self.unread_bytes_max
