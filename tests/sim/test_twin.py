@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from baton.core.content_hashes import ContentHashes
 from baton.core.errors import RefusalCode
 from baton.core.routing.config import RouterConfig
@@ -16,7 +18,7 @@ class Watched(Bench):
     check: TwinCheck | None = None
 
     def begin(self) -> None:
-        self.check = TwinCheck("router", self.router, ContentHashes(SECRET), first_call=1)
+        self.check = TwinCheck("router", self.router, ContentHashes(SECRET), first_call=6)  # the next one at 18
 
     def tell(self, event: RouterEvent) -> list[RouterEffect]:
         if self.check is None:
@@ -26,17 +28,18 @@ class Watched(Bench):
         return self.last
 
 
-def test_a_twin_is_asked_for_its_deadline_as_often_as_its_original() -> None:
+@pytest.mark.parametrize("waiting", (12, 24, 36))
+def test_a_twin_is_asked_for_its_deadline_as_often_as_its_original(waiting: int) -> None:
     bench = Watched(RouterConfig(backoff_us=50_000, backoff_us_max=1_000_000))
     bench.join(facts("a", slots=64))
-    for number in range(24):
+    for number in range(waiting):
         turn_down(bench, f"x{number}")
     bench.begin()
-    for number in range(4):  # what leaves the head of the queue is swept out when its deadline is asked for
+    for number in range(6):  # what leaves the head of the queue is swept out when its deadline is asked for
         first = min(bench.router.requests(), key=lambda request: request.choices[0].due_us)
         bench.tell(ClientLeft(first.number))
         turn_down(bench, f"y{number}")
-    assert bench.router.open_requests == 24
+    assert bench.router.open_requests == waiting
 
 
 def turn_down(bench: Bench, name: str) -> None:

@@ -29,8 +29,8 @@ WARNING_CHANGES = frozenset({"lost", "suspected", "stuck", "fenced", "refused"})
 """Changes that are logged as warnings."""
 LOGGED_MAX = 1024
 INSTANCE_STREAM = StreamConfig(heartbeat_us=1_000_000)
-"""A router may have nothing to say to an instance for long. Frames are numbered: one that was taken out on the way is noticed
-at the next one, so the sign of life bounds how long a request waits that was lost so."""
+"""A router may have nothing to say to an instance for long. Frames are numbered: one that was taken out on the way is found
+missing at the next one, so the sign of life bounds how long a request waits that was lost so."""
 
 Watcher = Callable[[Act, int], None]
 """Called with an act and its time in microseconds."""
