@@ -28,7 +28,7 @@ class Watched(Bench):
         return self.last
 
 
-@pytest.mark.parametrize("waiting", (12, 24, 36))
+@pytest.mark.parametrize("waiting", [12, 24, 36])
 def test_a_twin_is_asked_for_its_deadline_as_often_as_its_original(waiting: int) -> None:
     bench = Watched(RouterConfig(backoff_us=50_000, backoff_us_max=1_000_000))
     bench.join(facts("a", slots=64))
