@@ -71,6 +71,11 @@ class SimulatedDevice:
         self._layers_of, self._layers_told = -1, 0
         """The running step, and the layers of it reported so far; after a pause, the rest are reported when it ends."""
 
+    def heal(self) -> None:
+        """No step hangs from now on; one that hangs already does so for ever."""
+        if self.when_hung is not None:
+            self.hangs, self.when_hung = False, None
+
     def launch(self, plan: StepPlan) -> None:
         self._executor.launch(plan)
         took_us = self._times.step_us(*self._context.load_of(plan))

@@ -44,6 +44,7 @@ class FleetChecks:
             or node.instance is None
             or node.instance.is_leaving
             or node.instance.is_behind
+            or node.hangs
             or front_end is None
             or front_end.drains
         ):

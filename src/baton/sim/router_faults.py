@@ -86,6 +86,9 @@ class RouterFaults:
 
     def heal(self) -> None:
         self._over = True
+        for node in self._nodes:
+            if node.instance is not None:
+                node.instance.device.heal()
         for old in self._old_lives:
             old.stop()
         if self._router_host.host.paused:
