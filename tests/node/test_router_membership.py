@@ -194,7 +194,7 @@ async def test_an_engine_that_is_silent_is_not_offered_to_a_router_until_it_spea
 async def test_a_router_that_does_not_answer_a_join_is_left_and_called_again(
     router: RouterSide, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(membership_module, "WELCOME_US", 50_000)
+    monkeypatch.setattr("baton.wire.instance_sessions.WELCOME_US", 50_000)
     router.answers = [None]
     async with member(router.port):
         await router.next(HeartbeatMessage)

@@ -16,7 +16,7 @@ from baton.core.routing.events import Join
 from baton.wire import held_choices, instance_sessions
 from baton.wire.engine_messages import DecodedRows, FromEngine, Pulse, WireError, refused
 from baton.wire.held_choices import FIRST_ROUTED_TICKET
-from baton.wire.instance_sessions import InstanceSessions, InstanceSessionState, SessionEffects
+from baton.wire.instance_sessions import WELCOME_US, InstanceSessions, InstanceSessionState, SessionEffects
 from baton.wire.router_messages import (
     KEYS_A_BEAT_MAX,
     AllHeldSaid,
@@ -403,12 +403,25 @@ def test_when_the_grace_is_over_what_is_open_is_cancelled_and_nothing_is_kept() 
     assert (sessions.open_requests, sessions.held_choices) == (0, 0)
 
 
+def test_a_router_that_does_not_answer_a_join_in_time_is_left() -> None:
+    sessions = InstanceSessions(JOIN, welcome_us=5_000)
+    sessions.opened(2_000)
+    assert sessions.next_deadline() == 7_000
+    assert sessions.tick(6_999) == NOTHING
+    assert sessions.tick(7_000) == SessionEffects(unanswered="it has not answered the join within 0.005 s")
+    sessions.lost("no answer", 7_000)
+    assert sessions.next_deadline() is None
+    sessions.opened(8_000)
+    sessions.receive(WELCOME, 8_500)
+    assert sessions.next_deadline() is None
+
+
 def test_dialling_in_vain_does_not_make_the_grace_longer() -> None:
     sessions = serving()
     open_as(sessions, asks("a"), 1)
     sessions.lost("cut", 1_000)
     sessions.opened(2_000)
-    assert sessions.tick(10**9) == NOTHING, "an answer is awaited"
+    assert sessions.tick(2_000 + WELCOME_US - 1) == NOTHING, "an answer is awaited"
     sessions.lost("no answer", 3_000)
     sessions.lost("twice", 4_000)
     assert sessions.next_deadline() == 1_000 + WELCOME.orphan_grace_us

@@ -42,8 +42,6 @@ RETRY = RetryConfig(
     rejected_us=3_000_000,
 )
 """A router that rejects this instance may be restarted with another model."""
-WELCOME_US = 10_000_000
-"""Time that the router has to answer a join; it gives an instance as long to join."""
 ENGINE_SILENT_US = 300_000
 """An engine whose pulses are this late is not offered to a router: it would be suspected as soon as it joined."""
 TIMER_US = 100_000
@@ -94,7 +92,7 @@ class RouterMembership:
         """Of the current session."""
         self._pulses_us: int | None = None
         """Since when the engine sends pulses: it is asked to at the first welcome, and does not stop with the session."""
-        self._opened_us = self._beat_due_us = 0
+        self._beat_due_us = 0
         self._turned_away: str | None = None
         self._fenced: str | None = None
         self._last_logged = ""
@@ -148,8 +146,8 @@ class RouterMembership:
         pass
 
     def opened(self, connection: SealedConnection) -> None:
-        self._connection, self._opened_us = connection, monotonic_us()
-        self._send(self._sessions.opened(self._opened_us))
+        self._connection = connection
+        self._send(self._sessions.opened(monotonic_us()))
 
     def received(self, connection: SealedConnection, frame: bytes) -> None:
         self._carry_out(self._sessions.receive(decode_from_router(frame), monotonic_us()))
@@ -171,6 +169,8 @@ class RouterMembership:
             self._engine.forward(PrefillPeerAddresses(effects.prefill_peers))
         if effects.welcomed is not None:
             self._on_welcome(effects.welcomed)
+        if effects.unanswered is not None and self._connection is not None:
+            self._connection.abort(None, effects.unanswered)
         self._turned_away, self._fenced = effects.turned_away or self._turned_away, effects.fenced or self._fenced
         if effects.drain:
             log.info("the router wants this instance to finish and go")
@@ -195,8 +195,6 @@ class RouterMembership:
             now_us = monotonic_us()
             if self._welcome is not None and self._beat_due_us <= now_us:
                 self._beat(now_us, self._welcome)
-            elif self._connection is not None and self._welcome is None and self._opened_us + WELCOME_US <= now_us:
-                self._connection.abort(None, f"it has not answered the join within {WELCOME_US // 1_000_000} s")
             deadline_us = self._sessions.next_deadline()
             if deadline_us is not None and deadline_us <= now_us:
                 self._carry_out(self._sessions.tick(now_us))

@@ -70,6 +70,7 @@ class Fault(StrEnum):
     DRAINED = "instance drained by order of the router"
     LEFT = "instance left under load"
     LATE_JOIN = "instance joined under load"
+    FRONT_CRASH = "front end of an instance crashed before its engine"
     ENGINE_STALL = "engine stood still while its front end went on"
     FORGED = "stranger with forged frames"
     FORGED_BY_MEMBER = "forged frame of a member"
@@ -132,6 +133,7 @@ CLASSES: dict[str, tuple[Fault, ...]] = {
     "old-life": (Fault.OUTLIVED,),
     "drain": (Fault.DRAINED, Fault.LEFT),
     "late-join": (Fault.LATE_JOIN,),
+    "front-crash": (Fault.FRONT_CRASH,),
     "engine-stall": (Fault.ENGINE_STALL, Fault.ZOMBIE),
     "forgery": (Fault.FORGED, Fault.FORGED_BY_MEMBER),
     "crowding": (Fault.LEG_REFUSED, Fault.LEG_YIELDED),
@@ -273,6 +275,7 @@ class FaultRates:
     drains: int = 0
     late_joins: int = 0
     engine_stalls: int = 0
+    front_crashes: int = 0
     forgeries: int = 0
     slow_devices: int = 0
     disagreement: float = 0.0
@@ -361,6 +364,7 @@ def draw_rates(stream_of: dict[str, random.Random], classes: Collection[str]) ->
         drains=times("drain", 3),
         late_joins=times("late-join", 1),
         engine_stalls=times("engine-stall", 2),
+        front_crashes=times("front-crash", 2),
         forgeries=times("forgery", 4),
         slow_devices=times("device", 3),
         disagreement=rate("device", 0.0, 0.03),

@@ -31,6 +31,7 @@ from baton.wire.router_messages import FromInstance, decode_from_router, encode_
 
 ROUTER = "router"
 FRONT_OF = "front of"
+WELCOME_US = 500_000
 LEAST_BEAT_US = 10_000
 KEPT_US = 50_000
 """Allowance beyond the grace period until kept choices must be dropped."""
@@ -69,7 +70,7 @@ def join_of(life: SimulatedInstance, role: Role, draining: bool = False) -> Join
 class InstanceFrontEnd:
     def __init__(self, front: Host, lines: Lines, life: SimulatedInstance, grace_us: int) -> None:
         self.life = life
-        self.sessions = InstanceSessions(join_of(life, life.spec.config.role), grace_us)
+        self.sessions = InstanceSessions(join_of(life, life.spec.config.role), grace_us, WELCOME_US)
         self.serves = False
         """Whether the router has welcomed it in the present session."""
         self.drains = False
@@ -146,6 +147,7 @@ class InstanceFrontEnd:
     def opened(self) -> None:
         for message in self.sessions.opened(self._front.world.now_us):
             self._say(message)
+        self._ticks.set(self.sessions.next_deadline())
 
     def lost(self, reason: str) -> None:
         self.serves = False
@@ -187,6 +189,8 @@ class InstanceFrontEnd:
             self._order(PrefillPeerAddresses(out.prefill_peers))
         if out.turned_away is not None:
             self.line.drop(out.turned_away)
+        if out.unanswered is not None:
+            self.line.drop(out.unanswered)
         if out.drain and not self.drains:
             self.drains = True
             self._order(Drain())

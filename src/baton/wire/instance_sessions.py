@@ -75,6 +75,9 @@ SESSION_TRANSITIONS: dict[tuple[InstanceSessionState, InstanceSessionMove], Inst
     (InstanceSessionState.TURNED_AWAY, InstanceSessionMove.LOSE): InstanceSessionState.AWAY,
 }
 
+WELCOME_US = 10_000_000
+"""Time that the router has to answer a join; it gives an instance as long to join."""
+
 SENDING_STATES = (InstanceSessionState.SERVING, InstanceSessionState.JOINING)
 """States in which output is sent to the router: it follows the held groups also before the router has answered."""
 
@@ -94,12 +97,18 @@ class SessionEffects:
     """Why the router rejected this instance; the session must be closed."""
     fenced: str | None = None
     """Set with `turned_away` where the rejection is final: a later incarnation of this name has joined."""
+    unanswered: str | None = None
+    """Why the connection must be ended: the router has not answered the join in time, and may be gone."""
 
 
 class InstanceSessions:
-    def __init__(self, join: Join, grace_us: int = 10_000_000) -> None:
+    def __init__(self, join: Join, grace_us: int = 10_000_000, welcome_us: int | None = None) -> None:
+        """`welcome_us`: time that the router has to answer a join; None: WELCOME_US."""
         self._join = join
         self._grace_us = grace_us
+        self._welcome_us = WELCOME_US if welcome_us is None else welcome_us
+        self._joined_us = 0
+        """When the session was opened."""
         self._state = InstanceSessionState.AWAY
         self._states = StateMachine(SESSION_TRANSITIONS, "a session")
         self._lost_us: int | None = None
@@ -139,9 +148,10 @@ class InstanceSessions:
         """Choices of which the output is kept."""
         return self._choices.held
 
-    def opened(self, now_us: int) -> list[FromInstance]:  # noqa: ARG002
+    def opened(self, now_us: int) -> list[FromInstance]:
         """The first messages of a session. Everything that `take` returns from here on is sent after them."""
         self._move(InstanceSessionMove.OPEN)
+        self._joined_us = now_us
         held, orders = self._choices.next_session()
         self._unsent += orders
         return [msgspec.structs.replace(self._join, draining=self._draining), *held, AllHeldSaid()]
@@ -154,6 +164,8 @@ class InstanceSessions:
             self._lost_us = now_us
 
     def next_deadline(self) -> int | None:
+        if self._state is InstanceSessionState.JOINING:
+            return self._joined_us + self._welcome_us
         if self._state is not InstanceSessionState.AWAY or self._lost_us is None or self._choices.is_empty:
             return None
         return self._lost_us + self._grace_us
@@ -162,6 +174,9 @@ class InstanceSessions:
         deadline = self.next_deadline()
         if deadline is None or now_us < deadline:
             return SessionEffects()
+        if self._state is InstanceSessionState.JOINING:
+            self._joined_us = now_us  # asked once for each period
+            return SessionEffects(unanswered=f"it has not answered the join within {self._welcome_us / 1e6:g} s")
         self._lost_us = None
         return SessionEffects(orders=[*self._take_unsent(), *self._choices.drop_everything()])
 
