@@ -12,6 +12,8 @@ from baton.cli.lazy_commands import loading
 COMMANDS = {
     "compare": "benchmarks.compare:compare",
     "pressure": "benchmarks.pressure:pressure",
+    "fleet-pressure": "benchmarks.fleet_pressure:fleet_pressure",
+    "fleet-overload": "benchmarks.fleet_overload:fleet_overload",
     "tiers": "benchmarks.tiers:tiers",
     "chat-tiers": "benchmarks.chat_tiers:chat_tiers",
     "passes": "benchmarks.passes:passes",
@@ -24,6 +26,7 @@ COMMANDS = {
     "prefill-path": "benchmarks.prefill_path:prefill_path",
     "router": "benchmarks.router:router",
     "routing": "benchmarks.routing:routing",
+    "health": "benchmarks.health:health",
 }
 
 app = typer.Typer(

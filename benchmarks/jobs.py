@@ -118,11 +118,15 @@ class _JobProcess:
 
 
 def job_runner(kind: str) -> Callable[[bytes], msgspec.Struct]:
-    # Imported here because both of them import this module.
+    # Imported here because all of them import this module.
     if kind == "split":
         from benchmarks.split import SplitJob, run_split
 
         return lambda line: run_split(msgspec.json.decode(line, type=SplitJob))
+    if kind == "fleet-pressure":
+        from benchmarks.fleet_pressure import FleetPressureJob, run_fleet
+
+        return lambda line: run_fleet(msgspec.json.decode(line, type=FleetPressureJob))
     from benchmarks.prefill_path import PathJob, run_path
 
     return lambda line: run_path(msgspec.json.decode(line, type=PathJob))

@@ -15,12 +15,14 @@ import pytest
 from baton.core.config import ReservePolicy, VictimPolicy, WorkerConfig
 from baton.core.engine.passes import GeneralPass
 from baton.core.engine.plan import Int64s, StepResult
+from baton.core.engine.recovery_cost import WayBack
 from baton.core.engine.settling import StepSettling
 from baton.core.engine.slots import PAD, Slots
 from baton.core.engine.step_builder import StepBuilder
 from baton.core.engine.step_rows import InFlightStep
 from baton.core.errors import BatonError
 from tests.core.engine import test_preemption, test_reserve, test_scheduler
+from tests.core.tiers import test_offload
 from tests.laws.test_preemption_laws import Machine
 from tests.sim import planted
 from tests.sim.planted import Plant
@@ -84,6 +86,21 @@ def cache_what_a_broken_chunk_left(patch: Patch) -> None:
     patch.set("_split_broken", split)
 
 
+def bring_back_from_the_host_memory_that_it_leaves(patch: Patch) -> None:
+    """Costs as if a request that moves could still be copied from the host memory it leaves behind."""
+    patch.set("RecoveryCost._leaves", lambda self, rows: np.zeros(len(rows), dtype=np.bool_))
+
+
+def let_everybody_move_again(patch: Patch) -> None:
+    """Costs as if a request could still move that is on its last move."""
+    patch.set("RecoveryCost._leaves", lambda self, rows: np.ones(len(rows), dtype=np.bool_))
+
+
+def reckon_with_computing_alone(patch: Patch) -> None:
+    """Ignores that copying, fetching or moving a victim may take less."""
+    patch.set("RecoveryCost.bring_back_us", lambda self, rows: self.costs_us(rows)[WayBack.COMPUTE])
+
+
 BY_LOAD: list[Plant] = [
     match_the_padding_of_stop_ids,
     planted.append_a_stale_result,
@@ -111,6 +128,15 @@ BY_CASE: list[tuple[Plant, Case]] = [
     (count_the_asker_in_its_own_reserve, test_reserve.test_the_asker_is_not_in_its_own_reserve),
     (cache_what_a_broken_chunk_left, test_scheduler.test_what_a_broken_chunk_left_behind_is_never_cached),
     (decay_only_when_something_ran, test_preemption.test_a_pass_that_schedules_nothing_lowers_the_ratio_too),
+    (
+        bring_back_from_the_host_memory_that_it_leaves,
+        test_offload.test_a_victim_is_not_brought_back_from_a_store_that_failed_nor_from_host_memory_once_it_moves,
+    ),
+    (
+        let_everybody_move_again,
+        test_offload.test_a_victim_on_its_last_move_comes_back_from_host_memory_and_does_not_move,
+    ),
+    (reckon_with_computing_alone, test_offload.test_the_cheapest_victim_is_the_one_whose_copy_is_quickest),
     (
         planted.never_be_due_after_an_idle_pass,
         test_preemption.test_a_pass_is_always_due_while_requests_wait_and_lowers_the_ratio,

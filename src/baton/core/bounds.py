@@ -27,6 +27,8 @@ Long = Annotated[int, Meta(ge=0, le=INT63_MAX)]
 """A serial, a counter, or microseconds."""
 Incarnation = Annotated[int, Meta(ge=1, le=INT63_MAX)]
 Finite = Annotated[float, Meta(ge=-FLOAT_MAX, le=FLOAT_MAX)]
+MOVE_US_PER_TOKEN_MAX = 1e9
+"""Keeps the cost of moving any sequence within 64 bits."""
 NotNegative = Annotated[float, Meta(ge=0, le=FLOAT_MAX)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Fingerprint = Annotated[bytes, Meta(max_length=DIGEST_BYTES_MAX)]

@@ -17,7 +17,7 @@ import numpy as np
 
 from baton.core.config import DECODE, PREFILL, WorkerConfig
 from baton.core.engine.ended import EndedRequest
-from baton.core.engine.request import RequestId, Sampling, Submission, Tokens
+from baton.core.engine.request import FinishReason, RequestId, Sampling, Submission, Tokens
 from baton.core.errors import BatonError, Refusal
 from baton.core.routing import events as routing
 from baton.core.routing.config import RouterConfig, RoutingPolicy
@@ -173,7 +173,7 @@ class _Cluster:
     def _make_router(self, policy: RoutingPolicy) -> RouterHost:
         # Requests may wait without limit: a run measures placement, not when requests are given up.
         config = RouterConfig(policy=policy, deadline_us=FOR_EVER_US, absent_us=FOR_EVER_US, waiting_max=FOR_EVER_US)
-        return RouterHost(self.world, self._lines, config, self.spec.instances, SECRET, seed=self.spec.seed)
+        return RouterHost(self.world, self._lines, config, SECRET, seed=self.spec.seed)
 
     def _start(self, number: int) -> InstanceHost:
         meter = PassMeter() if self.spec.metered else None
@@ -192,8 +192,7 @@ class _Cluster:
         )
         self.record.roles.append(node.role.name)
         if instance_table is not None and node.role.serves:
-            theirs, ours = node.ends
-            instance_table.line = line = self._lines.initiator(self.host, ours, theirs, instance_table)
+            instance_table.line = line = self._lines.dial(self.host, *node.ends, instance_table)
             line.open()
         node.boot()
         if self.spec.spans_max and node.instance is not None:
@@ -333,6 +332,10 @@ def _handed(instance: SimulatedInstance, transfers: TimedTransfers) -> HandoverT
     )
 
 
+def _outcome_of(reason: FinishReason) -> RequestOutcome:
+    return RequestOutcome.LOST if reason is FinishReason.RESCHEDULE else RequestOutcome(reason)
+
+
 Chain = list[tuple[int, PlannedRequest]]
 """Consecutive calls of one client, with their indices."""
 
@@ -402,7 +405,8 @@ class _Client:
     def opened(self) -> None:
         """Tokens follow."""
 
-    def declined(self, _refusal: Refusal) -> None:
+    def declined(self, refusal: Refusal) -> None:
+        self._request.ended_because = refusal.message
         self._end(RequestOutcome.REFUSED)
 
     def progress(
@@ -426,7 +430,8 @@ class _Client:
             request.queue_us, request.prefill_us, request.decode_us = bill.queue_us, bill.prefill_us, bill.decode_us
             request.transfer_us = bill.transfer_us
             request.attempts = bill.attempts if isinstance(ended, EndedRequest) else bill.attempts - 1
-            self._end(RequestOutcome(ended.reason))
+            request.ended_because = "" if ended.fault is None else ended.fault.message
+            self._end(_outcome_of(ended.reason))
 
     def lost(self, _place: int | None, end: LostEntry) -> None:
         raise RunFailed(f"an instance was lost where none can be: {end.reason}")

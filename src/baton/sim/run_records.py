@@ -17,7 +17,7 @@ class RequestOutcome(StrEnum):
     """Scheduler and executor disagreed about it; may be retried."""
     REFUSED = "refused"
     LOST = "lost"
-    """Its instance was lost; may be retried."""
+    """It could not be continued: its instance was lost, or it had no room left anywhere; may be retried."""
 
 
 @dataclass(slots=True)
@@ -43,6 +43,8 @@ class SimulatedRequest:
     attempts: int = 0
     """Number of times a peer was asked to prefill it."""
     outcome: RequestOutcome | None = None
+    ended_because: str = ""
+    """Why it was refused or lost, as its client is told."""
 
     @property
     def ttft_us(self) -> int | None:

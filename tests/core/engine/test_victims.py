@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from baton.core.config import VictimPolicy
 from baton.core.engine.request import Phase
 from baton.core.engine.slots import Slots
-from baton.core.engine.victims import RecoveryRates, choose_victim, computing_us, copying_us
+from baton.core.engine.victims import choose_victim
 
 DECODE, PREFILL = Phase.RUNNING_DECODE, Phase.RUNNING_PREFILL
 NEWEST, CHEAPEST = VictimPolicy.NEWEST, VictimPolicy.CHEAPEST
@@ -66,10 +64,3 @@ def test_the_cheapest_to_bring_back_yields_and_ties_go_to_the_newest() -> None:
     assert choose_victim(CHEAPEST, slots, rows[0], slots.known.take) == rows[3]
     slots.known[rows[3]] = 90
     assert choose_victim(CHEAPEST, slots, rows[0], slots.known.take) == rows[1]
-
-
-def test_bringing_back_is_a_copy_of_whole_blocks_and_computing_of_the_rest() -> None:
-    rates = RecoveryRates(prefill_us_per_token=100.0, copy_us_per_block=50.0)
-    lost = np.array([0, 15, 16, 40], dtype=np.int64)
-    assert computing_us(lost, rates).tolist() == [0, 1500, 1600, 4000]
-    assert copying_us(lost, 16, rates).tolist() == [0, 1500, 50, 900]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -17,7 +18,9 @@ from baton.core.config import (
     TierConfig,
     WorkerConfig,
 )
+from baton.core.engine.plan import Int64s
 from baton.core.engine.prefix import Key
+from baton.core.engine.recovery_cost import ABSENT_US, RecoveryCost, WayBack
 from baton.core.engine.request import FinishReason, Phase, Serial
 from baton.core.engine.worker import Effect
 from baton.core.errors import InvariantViolated
@@ -43,6 +46,7 @@ from baton.core.handover.messages import (
 from baton.core.tiers.circuit_breaker import CircuitBreaker
 from baton.core.tiers.host_rows import HostRows
 from baton.core.tiers.offload import NoTiers, Tiers
+from baton.core.tiers.open_transfers import TransferKind
 from baton.core.tiers.stored_keys import BELIEVED_US
 from baton.core.tiers.transfers import CopyIn, CopyOut, Get, Look, Put, TransferFailed
 from baton.executor.scripted import undisturbed
@@ -234,11 +238,42 @@ def test_the_cheapest_victim_is_the_one_whose_copy_is_quickest() -> None:
     scheduler = driver.worker.scheduler
     rows = np.array([0, 1], dtype=np.int64)
     for slot, known in ((0, 17), (1, 16)):
-        scheduler.slots.known[slot] = known
+        scheduler.slots.known[slot], scheduler.slots.computed[slot] = known, known - 1
     scheduler.rates.copy_us_per_block = 1.0
-    one, other = scheduler._pass._pressure.bring_back_us(rows).tolist()  # type: ignore[attr-defined]
-    assert one == 104
-    assert other == 4
+    one, other = scheduler._pass._pressure.cost.bring_back_us(rows).tolist()  # type: ignore[attr-defined]
+    assert one == 104, "four blocks and a token"
+    assert other == 403, "three blocks: the last token's KV is not computed yet"
+
+
+def decoding_with_a_store(*, in_place: bool) -> tuple[TieredDriver, RecoveryCost, Int64s]:
+    """A request that decodes under `reschedule`, with a store; `in_place`: this is its last move."""
+    stored = TierConfig(host_rows=64, store=True, bring_back=BringBack.ALWAYS, failures_max=1)
+    driver = TieredDriver(config(tiers=stored, on_preempt=OnPreempt.RESCHEDULE))
+    request = submission(range(20), 40)
+    driver.submit(msgspec.structs.replace(request, resumes_in_place=in_place, move_us_per_token=7.0))
+    while not len(rows := driver.worker.scheduler.slots.decoding()):
+        if driver.orders:
+            driver.finish()
+        driver.go_on()
+    return driver, driver.worker.scheduler._pass._pressure.cost, rows  # type: ignore[attr-defined]
+
+
+def ways_back(cost: RecoveryCost, rows: Int64s) -> set[WayBack]:
+    return {way for way in WayBack if cost.costs_us(rows)[way, 0] != ABSENT_US}
+
+
+def test_a_victim_is_not_brought_back_from_a_store_that_failed_nor_from_host_memory_once_it_moves() -> None:
+    driver, cost, rows = decoding_with_a_store(in_place=False)
+    scheduler = driver.worker.scheduler
+    assert ways_back(cost, rows) == {WayBack.COMPUTE, WayBack.STORE, WayBack.MOVE}
+    scheduler.tiers._transfers.breakers[TransferKind.PUT].failed(0)  # type: ignore[union-attr]
+    assert ways_back(cost, rows) == {WayBack.COMPUTE, WayBack.MOVE}
+    assert cost.bring_back_us(rows).tolist() == [7 * scheduler.slots.known[rows[0]]]
+
+
+def test_a_victim_on_its_last_move_comes_back_from_host_memory_and_does_not_move() -> None:
+    _, cost, rows = decoding_with_a_store(in_place=True)
+    assert ways_back(cost, rows) == {WayBack.COMPUTE, WayBack.HOST, WayBack.STORE}
 
 
 # ── coming back ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -11,13 +11,14 @@ from __future__ import annotations
 import numpy as np
 
 from baton.core.engine.plan import Int64s
+from baton.core.engine.recovery_cost import RecoveryCost
 from baton.core.engine.request import Move
 from baton.core.engine.reserve import BlockPromises
 from baton.core.engine.running_set import RunningSet
 from baton.core.engine.slots import DECODING, NO_REQUEST, PREEMPTING
 from baton.core.engine.step_builder import StepBuilder
 from baton.core.engine.step_rows import StepRows
-from baton.core.engine.victims import RecoveryRates, choose_victim, computing_us, copying_us
+from baton.core.engine.victims import RecoveryRates, choose_victim
 from baton.core.tiers.offload import AnyTiers
 
 
@@ -28,8 +29,7 @@ class BlockPressure:
         self._slots = running.slots
         self._pool = running.pool
         self._promises = promises
-        self._tiers = tiers
-        self._rates = rates
+        self.cost = RecoveryCost(running, tiers, rates)
         self.preemptions_for_others = 0
         self.preemptions_of_self = 0
 
@@ -80,7 +80,7 @@ class BlockPressure:
             if self._slots.phase[asker] != DECODING:
                 continue  # it was itself preempted for a row before it
             while coming < 1:
-                victim = choose_victim(self._config.victims, self._slots, asker, self.bring_back_us)
+                victim = choose_victim(self._config.victims, self._slots, asker, self.cost.bring_back_us)
                 if victim is None:
                     return
                 coming += self._pool.exclusive(self._slots.blocks(victim))
@@ -107,17 +107,3 @@ class BlockPressure:
             self.preemptions_for_others += 1
         self._running.order_stop(request, Move.PREEMPT)
         self._promises.policy.after_preemption(self._slots)
-
-    def bring_back_us(self, rows: Int64s) -> Int64s:
-        """Time to compute each row again or, if its KV would be kept, to copy it back: whichever is less."""
-        lost = self._lost_tokens(rows)
-        computing = computing_us(lost, self._rates)
-        if not self._tiers.saves_preempted:
-            return computing
-        return np.minimum(computing, copying_us(lost, self._config.block_size, self._rates))
-
-    def _lost_tokens(self, rows: Int64s) -> Int64s:
-        """Tokens of each row that would be lost: blocks that other rows hold are still there when it resumes."""
-        slots, size = self._slots, self._config.block_size
-        kept = [slots.held[slot] - self._pool.exclusive(slots.blocks(slot)) for slot in rows.tolist()]
-        return np.asarray(np.maximum(0, slots.known[rows] - np.array(kept, dtype=np.int64) * size))

@@ -44,6 +44,7 @@ from baton.core.bounds import (
     FLOAT_MAX,
     INT32_MAX,
     LISTED_MAX,
+    MOVE_US_PER_TOKEN_MAX,
     REQUEST_ID_CHARS_MAX,
     SALT_BYTES_MAX,
     Address,
@@ -184,6 +185,8 @@ class Submission(Struct, array_like=True, frozen=True, forbid_unknown_fields=Tru
     """How often it was preempted on instances that ran it before; with those here they count towards `max_preemptions`."""
     resumes_in_place: bool = False
     """Never end it for want of blocks: preempted, it returns to this instance's own queue, whatever `on_preempt` says."""
+    move_us_per_token: Annotated[float, Meta(ge=0, le=MOVE_US_PER_TOKEN_MAX)] | None = None
+    """How long moves after a preemption take, as the sending router has last measured; None: it has measured none."""
 
     @property
     def known(self) -> Tokens:

@@ -32,6 +32,8 @@ class RecoveryRates:
     """From the store to host memory."""
     look_us: float = 500.0
     """Time of one look-up in the store."""
+    move_us_per_token: float | None = None
+    """From a preemption to the next token on another instance, as routers measure it. None: not measured yet."""
 
 
 def candidates(slots: Slots, asker: int) -> Int64s:
@@ -50,15 +52,3 @@ def choose_victim(policy: VictimPolicy, slots: Slots, asker: int, bring_back_us:
             return int(rows[0])
         case VictimPolicy.CHEAPEST:
             return int(rows[np.argmin(bring_back_us(rows))])  # the first of equals
-
-
-def computing_us(tokens: Int64s, rates: RecoveryRates) -> Int64s:
-    """Time to compute the lost tokens again."""
-    return np.asarray((tokens * rates.prefill_us_per_token).astype(np.int64))
-
-
-def copying_us(tokens: Int64s, block_size: int, rates: RecoveryRates) -> Int64s:
-    """Time to bring back the lost tokens if host memory keeps whole blocks of them."""
-    blocks = tokens // block_size
-    copying = (blocks * rates.copy_us_per_block).astype(np.int64)
-    return np.asarray(copying + computing_us(tokens - blocks * block_size, rates))

@@ -115,6 +115,7 @@ class PrefillMeter:
 class Worker:
     def __init__(self, config: WorkerConfig, prefix: PrefixIndex, handover_secret: bytes = b"") -> None:
         self.config = config
+        self.hashes = prefix.hashes
         self.scheduler: Scheduler
         self.prefill_side: PrefillSide | None = None
         self.decode_side: DecodeSide | None = None
@@ -252,6 +253,8 @@ class Worker:
         serials: dict[RequestId, Serial] = {}
         for submission in event.group:
             leader = serials[submission.leader] if submission.leader is not None else None
+            if submission.move_us_per_token is not None:
+                self.scheduler.rates.move_us_per_token = submission.move_us_per_token
             serials[submission.request_id] = self.scheduler.enqueue(
                 submission, self._limit(submission), self._now_us, leader
             )

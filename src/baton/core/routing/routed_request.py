@@ -127,6 +127,9 @@ class RoutedChoice:
     """While CUT: the number of tokens that count."""
     cached_tokens: int | None = None
     bill: Bill = field(default_factory=Bill)
+    billed: set[tuple[Instance, int, int, int]] = field(default_factory=set)
+    """Attempts that ended without ending it and are in its bill, as `attempt_key` tells them apart: their instances keep
+    such an end, and report it again when they connect again."""
     began_with: int = 0
     """Tokens that its last attempt started with."""
     keys: list[bytes] | None = None
@@ -134,6 +137,8 @@ class RoutedChoice:
     outcome: ChoiceOutcome | None = None
     prefill: tuple[FleetMember, int] | None = None
     """The instance chosen to prefill it and the number of tokens, until the first token comes."""
+    yielded_us: int | None = None
+    """Time of its preemption, until the first token after it; None if it was not preempted, or has resumed."""
 
     @property
     def where(self) -> Instance | None:
@@ -179,6 +184,8 @@ class RoutedRequest:
     arrived_us: int
     deadline_us: int
     """By this time an instance must have accepted it."""
+    waits_since_us: int
+    """Time of its arrival, or since which an instance that had accepted it does not have it any more."""
     asked_us: int = 0
     """Unix time at which its first front end took it (`Submission.arrived_us`), whichever router that was."""
     priority: int = 0
@@ -253,6 +260,11 @@ def fault_of_refusal(refusal: Refusal) -> PdFault:
     return PdFault(PdCode.REFUSED, PdStage.OFFER, refusal.message)
 
 
+def attempt_key(choice: RoutedChoice, member: FleetMember) -> tuple[Instance, int, int, int]:
+    """Its last attempt there: an instance keeps one attempt of a choice; what it began with tells it from earlier ones."""
+    return member.name, member.facts.incarnation, choice.began_with, choice.sent_preemptions
+
+
 def add_bill(choice: RoutedChoice, bill: Bill) -> None:
     """Add an attempt's bill. Tokens known before an attempt that it computes count as recomputed."""
     choice.preemptions = max(choice.preemptions, choice.sent_preemptions + bill.preemptions)
@@ -283,7 +295,9 @@ def leads(submission: Submission) -> RequestId:
     return submission.leader if submission.leader is not None else submission.request_id
 
 
-def group_of(choices: Sequence[tuple[RoutedChoice, Submission]], prefill_at: dict[RequestId, str]) -> tuple[Submission, ...]:
+def group_of(
+    choices: Sequence[tuple[RoutedChoice, Submission]], prefill_at: dict[RequestId, str], move_us_per_token: float | None
+) -> tuple[Submission, ...]:
     """The choices of one request as one group that continues where each of them stopped, no younger than they are.
 
     Their former leader may have ended or be elsewhere: the first choice of the group with the same prompt leads the others.
@@ -302,6 +316,7 @@ def group_of(choices: Sequence[tuple[RoutedChoice, Submission]], prefill_at: dic
                 prefill_at=prefill_at.get(prompt, ""),
                 preemptions=choice.preemptions,
                 resumes_in_place=choice.resumes_in_place,
+                move_us_per_token=move_us_per_token,
             )
         )
     return tuple(group)

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
+from baton.core.content_hashes import ContentHashes
 from baton.core.engine.request import FinishReason
 from baton.core.errors import Refusal, RefusalCode
 from baton.core.handover.faults import PdCode, PdFault, PdStage
@@ -32,6 +33,7 @@ from baton.core.routing.events import (
 )
 from baton.core.routing.fleet_members import FleetMembers
 from baton.core.routing.identity import RequestNumber
+from baton.core.routing.move_meter import MoveMeter
 from baton.core.routing.phase_notes import PhaseTimeline
 from baton.core.routing.placement_queue import PlacementQueue
 from baton.core.routing.rate_limits import RateLimits
@@ -81,13 +83,15 @@ class RouterCounts:
 
 
 class RoutedRequests:
-    def __init__(self, config: RouterConfig, fleet: FleetMembers) -> None:
+    def __init__(self, config: RouterConfig, fleet: FleetMembers, hashes: ContentHashes) -> None:
         self.config = config
         self.fleet = fleet
+        self.hashes = hashes
         self.limits = RateLimits(config)
         self.counts = RouterCounts()
         self.queue = PlacementQueue()
         self.timeline = PhaseTimeline()
+        self.move_meter = MoveMeter()
         self.now_us = 0
         self.effects: list[RouterEffect] = []
         """Time of the current event."""
@@ -110,8 +114,8 @@ class RoutedRequests:
 
     def open(self, number: RequestNumber, tenant: str | None, origin: bytes, choices: int) -> RoutedRequest:
         self._arrivals += 1
-        request = RoutedRequest(number, tenant, digest_of(origin), origin, self._arrivals, self.now_us,
-                                self.now_us + self.config.deadline_us, open_choices=choices)  # fmt: skip
+        request = RoutedRequest(number, tenant, self.hashes.noted(digest_of(origin)), origin, self._arrivals, self.now_us,
+                                self.now_us + self.config.deadline_us, self.now_us, open_choices=choices)  # fmt: skip
         request.choices = [RoutedChoice(request, index, None) for index in range(choices)]
         self.by_number[number] = self._in_time[number] = request
         if origin:

@@ -45,8 +45,15 @@ class Tiers:
         self._fetching = KvFetching(self._transfers, self._bring_back, self._stored, self._saving, self._departures)
         self._loading = KvLoading(self._transfers, self._outcomes)
         self.host = self._transfers.host
+        self._has_store = config.tiers.store
         self.saves_preempted = config.tiers.save_preempted
         """Whether the KV of a preempted request is saved."""
+
+    @property
+    def stores_preempted(self) -> bool:
+        """Whether the KV of a preempted request will be found in the store."""
+        breakers = self._transfers.breakers.values()
+        return self._has_store and self.saves_preempted and not any(breaker.is_open for breaker in breakers)
 
     # ── views ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -204,6 +211,7 @@ class NoTiers:
     """For an engine without host memory: nothing is saved, found or brought back."""
 
     saves_preempted = False
+    stores_preempted = False
     busy = False
 
     def __init__(self) -> None:
