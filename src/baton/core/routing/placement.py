@@ -80,7 +80,7 @@ class Placement:
         self, wanted: PlacementDemand, holders: list[FleetMember], prefillers: Sequence[FleetMember]
     ) -> ChosenPlacement | None:
         """Choose one of the instances that can hold it. None: every candidate has too much queued already."""
-        if not holders:
+        if not any(map(self.has_room, holders)):
             return None
         known = self._known(wanted, holders[0].facts.block_size)
         able = [member for member in self._candidates(wanted, holders, known) if self.has_room(member)]
