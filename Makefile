@@ -1,15 +1,18 @@
 # make serve   set up and show it: a fleet, a dashboard    make test    set up and run the tests; T="PATH …" only those
-# make test-long   what takes long: slow tests, then WORLDS=2000 simulated clusters     make test-all    both
+# make test-long   what takes long: slow tests, then WORLDS=2000 simulated clusters, then RANDOM_WORLDS=500 from a random seed
+# make test-all    both
 # make check   format, lint, types, tidiness              make bench   measure, beside a peer where BATON_PEER_VLLM names one
 # make test-gpu   the tests that need CUDA, with little installed   make bench-gpu   everything that is fast on a GPU, timed
-# make fuzz    simulated clusters with faults for MINUTES=10, from seed FIRST_SEED=10000
+# make fuzz    simulated clusters with faults from a random seed, which it prints: SEEDS=2000, FIRST=random, or for MINUTES=60
 # make chaos   a real fleet under load, of which instances are killed, stopped and drained, FAULTS=100 times
 PYTHON ?= python3
 PORT ?= 8000
-MINUTES ?= 10
-FIRST_SEED ?= 10000
+MINUTES ?=
+SEEDS ?= 2000
+FIRST ?= random
 FAULTS ?= 100
 WORLDS ?= 2000
+RANDOM_WORLDS ?= 500
 T ?=
 VENV := .venv
 BIN := $(VENV)/bin
@@ -50,6 +53,7 @@ endif
 test-long: $(READY)
 	$(BIN)/python -m pytest -m slow --durations=30
 	$(BIN)/baton sim fuzz --seeds $(WORLDS)
+	$(BIN)/baton sim fuzz --first-seed random --seeds $(RANDOM_WORLDS)
 
 test-all:
 	$(MAKE) test
@@ -89,7 +93,7 @@ bench: $(READY)
 	-$(BENCH) policies --plot bench-results/policies.png   # needs a trace: BATON_TRACES
 
 fuzz: $(READY)
-	$(BIN)/baton sim fuzz --minutes $(MINUTES) --first-seed $(FIRST_SEED)
+	$(BIN)/baton sim fuzz --first-seed $(FIRST) $(if $(MINUTES),--minutes $(MINUTES),--seeds $(SEEDS))
 
 chaos: $(READY)
 	$(BIN)/baton chaos --faults $(FAULTS)

@@ -26,6 +26,7 @@ COMMANDS = {
     "prefill-path": "benchmarks.prefill_path:prefill_path",
     "router": "benchmarks.router:router",
     "routing": "benchmarks.routing:routing",
+    "health": "benchmarks.health:health",
 }
 
 app = typer.Typer(

@@ -33,7 +33,7 @@ from baton.core.engine.plan import StepPlan, StepResult
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.request import RequestId, Sampling, Submission, frozen_tokens
 from baton.core.engine.worker import Worker
-from baton.core.handover.messages import Handover, Heard, PeerEffect, PeerId, PeerOpened, Ship, Tell
+from baton.core.handover.messages import Handover, Heard, PeerEffect, PeerEvent, PeerId, PeerOpened, Ship, Tell
 from baton.executor.contract import Executor, ExecutorShape, KvView, LayerDone
 from baton.executor.counting import CountingExecutor
 from baton.kv.shared_memory import shared_bytes
@@ -112,6 +112,9 @@ class _SendAfterPrefill:
 
     def layer_done(self, _step: int, _layer: int) -> None:
         """Ignored: nothing is sent by layer."""
+
+    def before_handling(self, event: PeerEvent) -> None:
+        pass
 
     def step_done(self, step: int) -> None:
         over = [handover for handover, ships in self._ships.items() if ships[-1].last and (ships[-1].step or 0) <= step]
@@ -194,6 +197,9 @@ class _Instance:
     def layer_done(self, step: int, layer: int) -> None:
         if self.transfers is not None:
             self.transfers.layer_done(step, layer)
+
+    def before_handling(self, event: PeerEvent) -> None:
+        pass
 
     def step_done(self, step: int) -> None:
         if self.transfers is not None:

@@ -440,7 +440,7 @@ def _surveyed(settings: EngineSettings, progress: Progress) -> Iterator[TimesSou
     host_row_us += delivery_cost_us()
     progress.doing("loading the model")
     # The same call as in the engine process, so that threads and kernels are those that serve.
-    executor, _ = build_executor(settings)
+    executor = build_executor(settings).executor
     try:
         survey = Survey(executor, make_grid(executor, settings.step_tokens, quick=True))
         sizes = model_sizes(Path(str(settings.model_folder)), settings.dtype)

@@ -14,6 +14,7 @@ import pytest
 import uvicorn
 
 from baton.api.app import create_app
+from baton.api.continuation import RequestProofs
 from baton.api.model_text import ModelText, SamplingDefaults
 from baton.api.settings import ApiSettings
 from tests.api.engine import ScriptedEngine
@@ -101,12 +102,14 @@ def every_server_ends() -> Iterator[None]:
 
 
 @contextmanager
-def serving(engine: ScriptedEngine, text: ModelText, settings: ApiSettings) -> Iterator[Served]:
+def serving(
+    engine: ScriptedEngine, text: ModelText, settings: ApiSettings, proofs: RequestProofs | None = None
+) -> Iterator[Served]:
     """A real uvicorn on a free loopback port, in a thread of its own."""
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))
     port = sock.getsockname()[1]
-    app = create_app(engine, text, settings)
+    app = create_app(engine, text, settings, proofs=proofs)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1))
 
     def run() -> None:

@@ -1,9 +1,9 @@
 """A small engine in memory: it plays a script of bursts for each submission and honours the protocol.
 
 A script is a function from a submission to the token ids it will give. The engine cuts them into bursts, ends at stop
-tokens and at max_tokens, invents log-probabilities when asked, and notes what was stopped and aborted. As the real one,
-it goes on for a while after a stop, then tells how the stream ended and what it cost. Where told to, it ends an attempt
-early with a fault, as an instance does that cannot hold a request.
+tokens and at max_tokens, continues after what was generated elsewhere, invents log-probabilities when asked, and notes
+what was stopped and aborted. As the real one, it goes on for a while after a stop, then tells how the stream ended and what
+it cost. Where told to, it ends an attempt early with a fault, as an instance does that cannot hold a request.
 """
 
 from __future__ import annotations
@@ -81,15 +81,16 @@ class ScriptedStream:
         if limit is None:
             limit = self._engine.info.context_tokens - len(self.submission.prompt)
         tokens: list[int] = []
+        had = len(self.submission.generated)
         if self._engine.fault(self.submission) is not None:
-            return tuple(self._engine.script(self.submission)), FinishReason.RESCHEDULE
+            return tuple(self._engine.script(self.submission))[had:], FinishReason.RESCHEDULE
         for token in self._engine.script(self.submission):
             tokens.append(token)
             if token in sampling.stop_token_ids:
-                return tuple(tokens), FinishReason.STOP
+                return tuple(tokens[had:]), FinishReason.STOP
             if len(tokens) == limit:
                 break
-        return tuple(tokens), self._engine.reason or FinishReason.LENGTH
+        return tuple(tokens[had:]), self._engine.reason or FinishReason.LENGTH
 
     async def _pause(self, done: int) -> None:
         engine = self._engine

@@ -27,6 +27,7 @@ from typer.core import TyperGroup
 from baton.api.schema import ChatBody, CompletionBody, parse
 from baton.cli.main import app
 from baton.kv.store import parse_size, parse_url
+from baton.sim.__main__ import parser as fuzzer
 from tests.docs import pending
 from tests.docs.pages import ROOT, Block, Span, blocks, commands_of, lines_of, read, spans_of, written_pages
 from tests.support.server import ServerProcess, baton_serve
@@ -42,7 +43,7 @@ NOT_RUN = re.compile(
 PLACEHOLDERS = frozenset(
     [
         "./folder-of-safetensors", "./kv", "./my-model", "/path/to/run-in-vllm-venv", "cluster.key", "fleet.toml",
-        "gpu.json", "mooncake_conversation_trace.jsonl.gz", "my-machine.json", "run.json", "run.png",
+        "gpu.json", "mooncake_conversation_trace.jsonl.gz", "my-machine.json", "range.json", "run.json", "run.png",
     ]
 )  # fmt: skip
 """Files and folders that the reader has or makes."""
@@ -183,6 +184,8 @@ def check_command(words: Sequence[str], named: bool = False) -> None:
             check_words(app, rest, named)
         case ["python", "-m", "benchmarks", *rest]:
             check_words(benchmarks_app(), rest, named)
+        case ["python", "-m", "baton.sim", *rest]:
+            fuzzer().parse_args(rest)
         case ["make", *rest]:
             check_make(rest)
         case ["pip", *rest]:

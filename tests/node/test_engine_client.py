@@ -12,6 +12,7 @@ from baton.core.engine.request import RequestId, Sampling, Submission, frozen_to
 from baton.core.errors import RefusalCode, Refused
 from baton.node import engine_client as client_module
 from baton.node import engine_process
+from baton.node.clock import monotonic_us
 from baton.node.engine_client import EngineClient
 from baton.node.settings import EngineSettings
 from baton.wire.engine_messages import FromEngine, WireError
@@ -54,11 +55,35 @@ async def test_a_fault_while_receiving_ends_every_open_request(
         await engine.submit([ask()])
 
 
+async def test_a_step_that_does_not_end_kills_the_engine_and_ends_its_requests() -> None:
+    hung = EngineClient(
+        EngineSettings(endpoint="", model_folder=None, prefix_secret=b"x" * 32, step_ms=3_600_000.0, stall_us=1_000_000)
+    )
+    stalls: list[str] = []
+    hung._process.on_stall = stalls.append
+    await hung.start()
+    try:
+        await hung.wait_ready()
+        assert hung.stall_limit_us == 20 * 3_600_000_000, "as many times the step that was tried"
+        hung._process._progress.ready(0, monotonic_us())  # as if it had been a short one
+        (stream,) = await hung.submit([ask()])
+        with pytest.raises(EngineDead, match="it stalled and was killed: a step has not ended for 1"):
+            async for _ in stream:
+                pass
+        assert (await hung.wait_dead()).startswith("it stalled")
+        process = hung._process._process
+        assert process is not None
+        assert await asyncio.wait_for(process.wait(), 20) == -9
+        assert len(stalls) == 1
+    finally:
+        await hung.close()
+
+
 async def test_a_group_too_large_for_one_message_is_refused_and_the_engine_lives(
     engine: EngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_module, "FRAME_BYTES_MAX", 100)
-    engine._process._last_message_us -= 60_000_001
+    engine._process._progress._heard_us -= 60_000_001
     with pytest.raises(Refused, match="at most 100"):
         await engine.submit([ask()])
     assert engine.open_requests == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from baton.core.engine.gauges import PeerTraffic, SchedulerGauges, StoreTraffic
 from baton.core.engine.orders import Accepted, ReportChanges, Submit
 from baton.core.engine.plan import StepPlan, StepResult
 from baton.core.engine.prefix import KEY_BYTES, PrefixIndex
+from baton.core.engine.progress_watch import EngineBeat
 from baton.core.engine.worker import Worker
 from baton.core.handover.messages import Heard, Offer, PeerEffect, PeerId, PeerOpened, Refuse, Release, Tell
 from baton.core.tiers.transfers import CopyOut, FenceTransfer, StorageEffect, TransferDone, TransferFenced
@@ -23,6 +25,7 @@ from baton.executor.contract import ExecutorShape, KvView, LayerDone
 from baton.executor.scripted import ScriptedExecutor
 from baton.node import engine
 from baton.node.engine import EngineLoop, end_with_threads
+from baton.node.engine_beats import SOCKET_NAME, EngineBeats, LoopProgress
 from baton.node.inbox import EngineInbox, ThreadFailure
 from baton.node.kv_storage import KvStorage
 from baton.node.settings import EngineSettings
@@ -33,6 +36,7 @@ from baton.wire.engine_messages import (
     Pulse,
     ReadyMessage,
     StepOutput,
+    decode_beat,
     decode_from_engine,
     encode_to_engine,
 )
@@ -229,6 +233,40 @@ def test_the_front_end_feels_a_pulse_while_a_step_computes_and_while_nothing_hap
     assert pulses[-1].gauges.steps >= 2
 
 
+def test_beats_tell_of_a_step_that_computes_and_of_a_loop_that_waits(benches: list[Bench], tmp_path: Path) -> None:
+    bench = Bench()
+    benches.append(bench)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as front:
+        front.settimeout(DEADLINE_S)
+        front.bind(str(tmp_path / SOCKET_NAME))
+        beats = EngineBeats(str(tmp_path / SOCKET_NAME), bench.loop.progress)
+        beats.start()
+        try:
+            assert decode_beat(front.recv(4096)).launched == 0
+            bench.ask([1, 2, 3, 4, 5], 2)
+            while (beat := decode_beat(front.recv(4096))).launched == 0:
+                pass
+            assert beat.settled == 0
+            assert beat.waits
+            bench.executor.gate.release(100)
+            while beat.settled < beat.launched or beat.settled < 2:
+                beat = decode_beat(front.recv(4096))
+            assert beat.turns > 2
+        finally:
+            beats.close()
+
+
+def test_beats_for_a_front_end_that_does_not_read_or_is_gone_are_dropped(tmp_path: Path) -> None:
+    progress, path = LoopProgress(), str(tmp_path / SOCKET_NAME)
+    beats = EngineBeats(path, progress)
+    beats.start()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as front:
+        front.settimeout(DEADLINE_S)
+        front.bind(path)
+        assert decode_beat(front.recv(4096)) == EngineBeat(0, 0, 0, False)
+    beats.close()
+
+
 def test_without_being_asked_for_there_is_no_pulse(benches: list[Bench]) -> None:
     bench = Bench()
     benches.append(bench)
@@ -389,7 +427,8 @@ def test_the_front_end_hears_of_the_end_before_the_store_is_closed(
     monkeypatch.setattr(engine, "KvStorage", Closing)
     monkeypatch.setattr(engine, "freeze_gc", lambda: None)
     monkeypatch.setattr(threading, "excepthook", threading.excepthook)  # whatever it becomes, it is put back
-    settings = EngineSettings("", None, b"x" * 32, blocks=8, host_memory_bytes=1 << 20, kv_store=f"file:{tmp_path}/kv")
+    endpoint, store = f"ipc://{tmp_path}/engine", f"file:{tmp_path}/kv"
+    settings = EngineSettings(endpoint, None, b"x" * 32, blocks=8, host_memory_bytes=1 << 20, kv_store=store)
     ours.send(b"no message")
     with pytest.raises(SystemExit):
         engine.serve_to_the_end(settings, engines)

@@ -15,18 +15,18 @@ from typing import Any
 import pytest
 
 from baton.core.config import DECODE, MIXED, PREFILL, Role
-from baton.core.handover.messages import Adopted, Ask, Heard, PeerId, PeerLost, PeerOpened, Renew
+from baton.core.handover.faults import PdCode
+from baton.core.handover.messages import Adopted, Ask, Decline, Heard, PeerEvent, PeerId, PeerLost, PeerOpened, Renew
 from baton.kv.transfer_contract import KvLayout
-from baton.node import peer_session as sessions_module
+from baton.node import peer_connection as connection_module
 from baton.node import peers as peers_module
-from baton.node import sealed_connection as connection_module
 from baton.node.inbox import EngineInbox, Item
-from baton.node.peer_session import LocalInstance, SessionFault
+from baton.node.peer_connection import LocalInstance
 from baton.node.peers import PeerConnections, listen
-from baton.node.sealed_connection import ConnectionFault
-from baton.wire.link import Initiator
 from baton.wire.peer_messages import Register, Registered, encode_peer, encode_registration
+from baton.wire.peer_session import SessionFault
 from baton.wire.seal import NONCE_BYTES, Seal, SealFault
+from baton.wire.sealed_stream import ConnectionFault, StreamConfig
 from tests.support.driver import submission
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
@@ -64,11 +64,18 @@ class Instance:
 
     def wait(self, holds: Callable[[], bool]) -> None:
         deadline = time.monotonic() + DEADLINE_S
-        self._items += self.inbox.take()
+        self._take()
         while not holds():
             assert time.monotonic() < deadline, "nothing came"
             select.select([self.inbox], [], [], 0.02)
-            self._items += self.inbox.take()
+            self._take()
+
+    def _take(self) -> None:
+        """Take events as the engine loop does."""
+        for item in self.inbox.take():
+            assert isinstance(item, PeerEvent)
+            self.peers.before_handling(item)
+            self._items.append(item)
 
 
 Make = Callable[..., Instance]
@@ -222,7 +229,6 @@ class Caller:
         self.socket = socket.create_connection((host, int(port)))
         self.socket.settimeout(DEADLINE_S)
         self.seal = Seal.connect(key, name, os.urandom(NONCE_BYTES))
-        self.link = Initiator(1, sessions_module.LINK)
         self.sent = b""
 
     def prove(self) -> Caller:
@@ -234,18 +240,13 @@ class Caller:
 
     def register(self) -> Caller:
         self.prove()
-        self.post(self.link.open(0))
         register = Register("caller", 1, "decode", b"model", "float32", 16, (64, 64), ("tcp:127.0.0.1:9",))
         self.say(encode_registration(register))
         self.say(encode_registration(Registered()))
         return self
 
     def say(self, frame: bytes) -> None:
-        self.post(self.link.send(frame, 0))
-
-    def post(self, packets: list[bytes]) -> None:
-        for packet in packets:
-            self.write(self.seal.seal(packet))
+        self.write(self.seal.seal(frame))
 
     def write(self, data: bytes) -> None:
         self.sent += data
@@ -283,7 +284,7 @@ NOISE = {
 
 @pytest.mark.parametrize("noise", NOISE.values(), ids=NOISE)
 def test_noise_is_refused_and_counted(make: Make, call: Call, monkeypatch: pytest.MonkeyPatch, noise: bytes) -> None:
-    monkeypatch.setattr(sessions_module, "REGISTER_S", 0.2)
+    monkeypatch.setattr(connection_module, "REGISTER_S", 0.2)
     prefill = make(PREFILL, "p")
     caller = call(prefill)
     caller.write(noise)
@@ -323,16 +324,15 @@ def test_a_flipped_bit_ends_the_session(make: Make, call: Call) -> None:
     prefill = make(PREFILL, "p")
     caller = call(prefill).register()
     assert prefill.next() == PeerOpened(PeerId("caller"))
-    for packet in caller.link.send(encode_peer(Adopted(1, 1)), 0):
-        sealed = bytearray(caller.seal.seal(packet))
-        sealed[-20] ^= 1
-        caller.write(bytes(sealed))
+    sealed = bytearray(caller.seal.seal(encode_peer(Adopted(1, 1))))
+    sealed[-20] ^= 1
+    caller.write(bytes(sealed))
     assert caller.is_hung_up()
     assert prefill.peers.refused[SealFault.FORGED] == 1
     assert isinstance(prefill.next(), PeerLost)
 
 
-@pytest.mark.parametrize("frame", [b"", b"\xc1", bytes(1000), encode_peer(Renew(1, 1))], ids=["", "bad", "0", "wrong way"])
+@pytest.mark.parametrize("frame", [b"\xc1", bytes(1000), encode_peer(Renew(1, 1))], ids=["bad", "0", "wrong way"])
 def test_a_message_that_is_none_ends_the_session(make: Make, call: Call, frame: bytes) -> None:
     prefill = make(PREFILL, "p")
     caller = call(prefill).register()
@@ -357,7 +357,6 @@ def test_a_token_outside_of_the_vocabulary_does_not_reach_the_engine(make: Make,
 def test_nothing_is_heard_of_who_has_not_registered(make: Make, call: Call) -> None:
     prefill = make(PREFILL, "p")
     caller = call(prefill).prove()
-    caller.post(caller.link.open(0))
     caller.say(encode_peer(Adopted(1, 1)))
     assert caller.is_hung_up()
     assert prefill.peers.refused[ConnectionFault.MALFORMED] == 1
@@ -365,12 +364,12 @@ def test_nothing_is_heard_of_who_has_not_registered(make: Make, call: Call) -> N
 
 
 def test_a_peer_that_does_not_read_is_hung_up(make: Make, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_module, "UNREAD_BYTES_MAX", 1 << 16)
+    monkeypatch.setattr(connection_module, "PEER_STREAM", StreamConfig(unread_bytes_max=1 << 16))
     prefill = make(PREFILL, "p")
     call(prefill).register()
     assert prefill.next() == PeerOpened(PeerId("caller"))
-    for number in range(5000):
-        prefill.peers.send(PeerId("caller"), Renew(number, 1))
+    for number in range(40_000):
+        prefill.peers.send(PeerId("caller"), Decline(number, 1, next(iter(PdCode)), "x" * 500))
     assert isinstance(prefill.next(), PeerLost)
     assert prefill.peers.refused[ConnectionFault.NOT_READING] == 1
     still_serves(make, prefill)

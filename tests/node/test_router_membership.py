@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 
 import httpx2 as httpx
 import pytest
@@ -22,7 +23,6 @@ from baton.core.routing.events import Join
 from baton.node import router_membership as membership_module
 from baton.node.clock import monotonic_us
 from baton.node.router_membership import InstanceFenced, RouterAddress, RouterMembership
-from baton.node.sealed_connection import UNREAD_BYTES_MAX
 from baton.node.service import default_name
 from baton.wire.engine_messages import PrefillPeerAddresses, Pulse, ToEngine
 from baton.wire.heartbeats import NO_GAUGES
@@ -33,7 +33,7 @@ from baton.wire.held_choices import (
     FIRST_ROUTED_TICKET,
     GROUP_BYTES_MAX,
 )
-from baton.wire.instance_sessions import InstanceSessions
+from baton.wire.instance_sessions import WELCOME_US, InstanceSessions
 from baton.wire.router_messages import (
     HELD_BYTES_MAX,
     HELD_GROUPS_MAX,
@@ -46,6 +46,7 @@ from baton.wire.router_messages import (
     TurnedAway,
     Welcome,
 )
+from baton.wire.sealed_stream import UNREAD_BYTES_MAX
 from tests.support.joining import DEADLINE_S, KEY_TEXT, RouterSide, ask, router_side
 from tests.support.server import ServerProcess, baton_serve
 
@@ -61,11 +62,21 @@ class QuietEngine:
         self.orders: list[ToEngine] = []
         self.heard_us: int | None = None
         """When it last sent a message; None: it does all the time."""
+        self.is_running = False
+        """Whether its process uses a CPU while it is silent."""
         self.news = asyncio.Event()
 
     @property
     def silent_us(self) -> int:
         return 0 if self.heard_us is None else monotonic_us() - self.heard_us
+
+    @property
+    def runs(self) -> bool:
+        return self.is_running
+
+    @property
+    def stall_limit_us(self) -> int:
+        return 10_000_000
 
     def forward(self, message: ToEngine) -> None:
         self.orders.append(message)
@@ -79,11 +90,15 @@ class QuietEngine:
 
 
 class Member:
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, welcome_us: int = WELCOME_US) -> None:
         self.engine = QuietEngine()
         self.drained = asyncio.Event()
         self.membership = RouterMembership(
-            "d1", RouterAddress("127.0.0.1", port, KEY), InstanceSessions(JOIN), self.engine, self.drained.set
+            "d1",
+            RouterAddress("127.0.0.1", port, KEY),
+            InstanceSessions(JOIN, welcome_us=welcome_us),
+            self.engine,
+            self.drained.set,
         )
         self.running = asyncio.create_task(self.membership.run())
 
@@ -94,8 +109,8 @@ class Member:
 
 
 @contextlib.asynccontextmanager
-async def member(port: int) -> AsyncIterator[Member]:
-    made = Member(port)
+async def member(port: int, welcome_us: int = WELCOME_US) -> AsyncIterator[Member]:
+    made = Member(port, welcome_us)
     try:
         yield made
     finally:
@@ -191,11 +206,10 @@ async def test_an_engine_that_is_silent_is_not_offered_to_a_router_until_it_spea
 
 
 async def test_a_router_that_does_not_answer_a_join_is_left_and_called_again(
-    router: RouterSide, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    router: RouterSide, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(membership_module, "WELCOME_US", 50_000)
     router.answers = [None]
-    async with member(router.port):
+    async with member(router.port, welcome_us=50_000):
         await router.next(HeartbeatMessage)
     assert len(router.of(Join)) == 2
     assert "has not answered the join" in caplog.text
@@ -261,9 +275,9 @@ async def test_who_is_fenced_does_not_come_again(router: RouterSide) -> None:
 async def test_who_is_turned_away_says_so_once_and_comes_again(
     router: RouterSide, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(membership_module, "REJECTED_RETRY_S", 3600.0)
-    monkeypatch.setattr(membership_module, "EARLY_RETRY_S", 0.01)
-    soon = membership_module.EARLY_RETRIES
+    quick = replace(membership_module.RETRY, early_rejected_us=10_000, rejected_us=3600_000_000)
+    monkeypatch.setattr(membership_module, "RETRY", quick)
+    soon = quick.early_rejections
     router.answers = [TurnedAway("another model", fenced=False)] * soon
     async with member(router.port):
         await router.next(HeartbeatMessage)

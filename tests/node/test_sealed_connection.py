@@ -11,18 +11,10 @@ from typing import Any
 
 import pytest
 
-from baton.node import sealed_connection as connection_module
-from baton.node.sealed_connection import (
-    ConnectionEnd,
-    ConnectionEvents,
-    ConnectionFault,
-    ConnectionStage,
-    Listener,
-    SealedConnection,
-    connect,
-)
-from baton.wire.engine_messages import WireError
+from baton.node.sealed_connection import ConnectionEvents, Listener, SealedConnection, connect
+from baton.wire.engine_messages import FRAME_BYTES_MAX, WireError
 from baton.wire.seal import NONCE_BYTES, Seal, SealFault
+from baton.wire.sealed_stream import AcceptedStreams, ConnectionEnd, ConnectionFault, ConnectionStage, StreamConfig
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 DEADLINE_S = 20.0
@@ -64,9 +56,9 @@ class Room:
 class ListenerServer:
     """A Listener on a free port."""
 
-    def __init__(self, handshake_s: float) -> None:
+    def __init__(self, config: StreamConfig) -> None:
         self.room = Room()
-        self.listening = Listener(KEY, "inn", self.room, handshake_s)
+        self.listening = Listener(KEY, "inn", self.room, config)
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self.listener.getsockname()[1]
 
@@ -85,8 +77,8 @@ class ListenerServer:
 
 
 @contextlib.asynccontextmanager
-async def listening_server(handshake_s: float = 5.0) -> AsyncIterator[ListenerServer]:
-    made = ListenerServer(handshake_s)
+async def listening_server(**config: int) -> AsyncIterator[ListenerServer]:
+    made = ListenerServer(StreamConfig(**config))
     await made.listening.open(made.listener)
     try:
         yield made
@@ -142,7 +134,7 @@ def test_each_hears_what_the_other_sends_whole_and_in_order() -> None:
             guest, calling = await dial(host)
             await host.room.until(lambda: bool(host.room.lines))
             assert (guest.lines[0].peer, host.room.lines[0].peer) == ("inn", "guest")
-            sent = [bytes([n]) * (n * 400) for n in range(250)]
+            sent = [bytes([n]) * (n * 400) for n in range(1, 251)]
             guest.lines[0].send(sent[:200])
             guest.lines[0].send(sent[200:])
             host.room.lines[0].send(sent)
@@ -248,7 +240,7 @@ def a_missing_frame(seal: Seal) -> bytes:
 
 
 def an_oversized_frame(seal: Seal) -> bytes:
-    return seal.seal(bytes(connection_module.FRAME_BYTES_MAX + 1))[:28]  # its head is enough: nobody waits for the rest
+    return seal.seal(bytes(FRAME_BYTES_MAX + 1))[:28]  # its head is enough: nobody waits for the rest
 
 
 def no_message(seal: Seal) -> bytes:
@@ -316,7 +308,7 @@ def test_a_stranger_that_speaks_something_else_is_refused() -> None:
 
 def test_who_does_not_prove_itself_in_time_is_hung_up() -> None:
     async def test() -> None:
-        async with listening_server(handshake_s=0.05) as host:
+        async with listening_server(handshake_us=50_000) as host:
             cheat = await Cheat.come(host)
             await cheat.hung_up()
             assert host.listening.refused == {ConnectionFault.TOO_LATE: 1}
@@ -324,11 +316,10 @@ def test_who_does_not_prove_itself_in_time_is_hung_up() -> None:
     run(test())
 
 
-def test_strangers_are_bounded_and_do_not_keep_out_who_holds_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_module, "UNPROVED_MAX", 3)
-
+def test_strangers_are_bounded_and_do_not_keep_out_who_holds_the_key() -> None:
     async def test() -> None:
         async with listening_server() as host:
+            host.listening._accepted = AcceptedStreams(unproved_max=3)
             waiting = [await Cheat.come(host, name=f"idle {n}") for n in range(3)]
             await host.still_serves()
             await waiting[0].hung_up()
@@ -339,16 +330,15 @@ def test_strangers_are_bounded_and_do_not_keep_out_who_holds_the_key(monkeypatch
     run(test())
 
 
-def test_lines_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_module, "CONNECTIONS_MAX", 1)
-
+def test_lines_are_bounded() -> None:
     async def test() -> None:
         async with listening_server() as host:
+            host.listening._accepted = AcceptedStreams(connections_max=1)
             first, _ = await dial(host, name="first")
             _, calling = await dial(host, name="second")
             await calling
             assert host.listening.refused == {ConnectionFault.TOO_MANY: 1}
-            assert first.lines[0].stage is ConnectionStage.OPEN
+            assert not first.ends
             first.lines[0].abort(None, "it goes")
             await host.room.until(lambda: bool(host.room.ends))
             await host.still_serves()
@@ -356,11 +346,29 @@ def test_lines_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     run(test())
 
 
-def test_who_does_not_read_is_hung_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_module, "UNREAD_BYTES_MAX", 1 << 20)
-
+def test_who_gives_no_sign_of_life_is_hung_up_and_who_gives_one_is_not() -> None:
     async def test() -> None:
-        async with listening_server() as host:
+        config = {"heartbeat_us": 20_000, "silent_us": 400_000}
+        async with listening_server(**config) as host:
+            cheat = await (await Cheat.come(host)).shake_hands()
+            room = Room()
+            line = SealedConnection(KEY, "guest", room, connects_to="the inn", config=StreamConfig(**config))
+            calling = asyncio.create_task(connect(line, "127.0.0.1", host.port, DEADLINE_S))
+            await host.room.until(lambda: bool(host.room.ends))
+            assert [line.peer for line in host.room.lines] == ["cheat", "guest"]
+            assert "silent" in host.room.ends[0].reason
+            assert not room.ends
+            assert not room.frames
+            line.abort(None, "done")
+            await calling
+            cheat.writer.close()
+
+    run(test())
+
+
+def test_who_does_not_read_is_hung_up() -> None:
+    async def test() -> None:
+        async with listening_server(unread_bytes_max=1 << 20) as host:
             cheat = await (await Cheat.come(host)).shake_hands()
             await host.room.until(lambda: bool(host.room.lines))
             for _ in range(64):
@@ -378,7 +386,7 @@ def test_a_frame_that_is_too_big_is_not_sent_and_harms_nobody() -> None:
         async with listening_server() as host:
             guest, calling = await dial(host)
             with pytest.raises(WireError):
-                guest.lines[0].send([b"small", bytes(connection_module.FRAME_BYTES_MAX + 1)])
+                guest.lines[0].send([b"small", bytes(FRAME_BYTES_MAX + 1)])
             guest.lines[0].send([b"after"])
             await host.room.until(lambda: bool(host.room.frames))
             assert host.room.frames == [b"after"]

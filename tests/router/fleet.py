@@ -30,7 +30,6 @@ from baton.core.routing.events import Join
 from baton.core.routing.router import Router
 from baton.executor.scripted import ScriptedExecutor
 from baton.node.clock import monotonic_us
-from baton.node.sealed_connection import ConnectionEnd, ConnectionStage
 from baton.router.app import create_router_app
 from baton.router.dashboard import Dashboard
 from baton.router.dashboard_state import RouterState
@@ -38,9 +37,11 @@ from baton.router.fleet_engine import FleetEngine
 from baton.router.fleet_log import FleetEventLog
 from baton.router.instance_connections import InstanceConnections
 from baton.wire.engine_messages import PrefillPeerAddresses, RefusedMessage, StepOutput
+from baton.wire.heartbeats import EngineVitals
 from baton.wire.instance_sessions import InstanceSessions, SessionEffects
 from baton.wire.router_messages import decode_from_router, encode_membership
 from baton.wire.router_sessions import RouterSessions
+from baton.wire.sealed_stream import ConnectionEnd, ConnectionStage
 from baton.wire.worker_messages import message_of
 from tests.api.conftest import Served, _ending
 from tests.support.driver import shape_of
@@ -133,7 +134,7 @@ class MemoryMember:
             now_s = asyncio.get_running_loop().time()
             if now_s - beaten_s > BEAT_S and self.line is not None:
                 beaten_s = now_s
-                beat = self.instance_sessions.beat(None, 0, monotonic_us())
+                beat = self.instance_sessions.beat(None, EngineVitals(0), monotonic_us())
                 self._act(SessionEffects(messages=[] if beat is None else [beat]))
 
     def _compute(self) -> bool:

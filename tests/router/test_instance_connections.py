@@ -9,9 +9,10 @@ import pytest
 
 from baton.core.routing.config import RouterConfig
 from baton.core.routing.router import Router
-from baton.node.sealed_connection import ConnectionEnd, ConnectionStage, SealedConnection, connect
+from baton.node.sealed_connection import SealedConnection, connect
 from baton.router.instance_connections import InstanceConnections
 from baton.wire.router_sessions import RouterSessions
+from baton.wire.sealed_stream import ConnectionEnd, ConnectionStage
 
 KEY = b"k" * 32
 DEADLINE_S = 20.0

@@ -42,11 +42,14 @@ from baton.core.engine.waiting_queue import WaitingQueue
 from baton.core.engine.worker import Effect, Event, Worker
 from baton.core.errors import Refusal, RefusalCode
 from baton.wire import engine_messages as messages
-from baton.wire import keyfile, link
+from baton.wire import keyfile
 from baton.wire import request_table as desking
 from baton.wire.engine_messages import DecodedRows, StepOutput
-from baton.wire.link import Acceptor, Initiator, LinkConfig, LinkCounters, Packet
+from baton.wire.peer_session import KnownSessions, PeerSession
 from baton.wire.request_table import EntryState, RequestTable
+from baton.wire.retry_pauses import RetryPauses
+from baton.wire.seal import OVERHEAD_BYTES, TAG_BYTES, Seal, SealSide
+from baton.wire.sealed_stream import ConnectionStage, SealedStream
 from tests.support.planting import Patch, planted
 
 CATCHES = Path(__file__).with_name("catches.json")
@@ -605,200 +608,251 @@ def refuse_half_a_group(patch: Patch) -> None:
     patch.set("_submit", submit)
 
 
-# ── wire: the link ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-_Conversation = link._Conversation
+# ── wire: connections ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@wire("a packet that comes twice is delivered twice")
-def deliver_duplicates(patch: Patch) -> None:
-    receive_then = patch.original("_receive")
-
-    def receive(self: Any, number: int, frame: bytes, frames: list[bytes], now_us: int) -> None:
-        if number <= self._delivered:
-            frames.append(frame)
-        receive_then(self, number, frame, frames, now_us)
-
-    patch.set("_receive", receive)
+@wire("the tag of a frame covers nothing, and flipped bits get through")
+def check_no_tag_of_a_frame(patch: Patch) -> None:
+    patch.set("_body_tag", lambda key, head, payload: bytes(TAG_BYTES))
 
 
-@wire("packets are delivered as they come, in whatever order")
-def deliver_out_of_order(patch: Patch) -> None:
-    receive_then = patch.original("_receive")
-
-    def receive(self: Any, number: int, frame: bytes, frames: list[bytes], now_us: int) -> None:
-        early = number > self._delivered + 1 and number not in self._early
-        receive_then(self, number, frame, frames, now_us)
-        if early and number in self._early:
-            frames.append(frame)
-
-    def deliver(self: Any, frame: bytes, frames: list[bytes]) -> None:
-        frames.append(frame)
-        self._delivered += 1
-        while self._early.pop(self._delivered + 1, None) is not None:
-            self._delivered += 1
-
-    patch.set("_receive", receive)
-    patch.set("_deliver", deliver)
+@wire("the number of a frame is not looked at, and a frame that somebody repeats is delivered twice")
+def check_no_frame_number(patch: Patch) -> None:
+    patch.set("_is_due", lambda self, number: True)
 
 
-@wire("a packet that came early is acknowledged with all before it, so the missing one is never sent again")
-def acknowledge_what_is_missing(patch: Patch) -> None:
-    def bare(self: Any, now_us: int) -> bytes:
-        self._told(now_us)
-        return link.pack(link.BARE, self.session, self.incarnation, 0, max((self._delivered, *self._early)))
+@wire("frames may be missing before the one that comes, and nobody notices that somebody took them out")
+def skip_missing_frames(patch: Patch) -> None:
+    def is_due(self: Seal, number: int) -> bool:
+        if number < self._opened:
+            return False
+        self._opened = number
+        return True
 
-    patch.set("_Conversation.bare", bare)
-
-
-@wire("what was lost on the network is never sent again")
-def never_resend(patch: Patch) -> None:
-    def repeat(self: Any, now_us: int) -> list[bytes]:
-        self._flying[0] = (self._flying[0][0], now_us)
-        return [self.bare(now_us)]
-
-    patch.set("_repeat", repeat)
+    patch.set("_is_due", is_due)
 
 
-@wire("a repetition begins one frame too late: the oldest is never sent again")
-def resend_all_but_the_oldest(patch: Patch) -> None:
-    repeat_then = patch.original("_repeat")
+@wire("both directions of a connection have one key, and a frame sent back to its sender is taken for an answer")
+def seal_both_directions_with_one_key(patch: Patch) -> None:
+    derived_then = patch.original("_derived")
 
-    def repeat(self: Any, now_us: int) -> list[bytes]:
-        return repeat_then(self, now_us)[1:] or [self.bare(now_us)]
+    def derived(self: Seal, what: str, side: SealSide) -> Any:
+        return derived_then(self, what, SealSide.CONNECTOR if what == "frames" else side)
 
-    patch.set("_repeat", repeat)
-
-
-@wire("frames sent again are numbered anew, and delivered twice")
-def number_repetitions_anew(patch: Patch) -> None:
-    def repeat(self: Any, now_us: int) -> list[bytes]:
-        frame, _ = self._flying[0]
-        self._flying[0] = (frame, now_us)
-        return [self._launch(frame, now_us)]
-
-    patch.set("_repeat", repeat)
+    patch.set("_derived", derived)
 
 
-@wire("when a missing packet comes, all early ones are delivered, though there are gaps between them")
-def deliver_over_gaps(patch: Patch) -> None:
-    def deliver(self: Any, frame: bytes, frames: list[bytes]) -> None:
-        frames.append(frame)
-        frames.extend(self._early[number] for number in sorted(self._early))
-        self._delivered = max((self._delivered + 1, *self._early))
-        self._early.clear()
+@wire("every connection has the same nonce, and a recorded one can be played again")
+def reuse_the_nonce(patch: Patch) -> None:
+    init_then = patch.original("Seal.__init__")
 
-    patch.set("_deliver", deliver)
+    def init(self: Seal, side: SealSide, key: bytes, name: str, nonce: bytes, frame_bytes_max: int) -> None:
+        init_then(self, side, key, name, bytes(len(nonce)), frame_bytes_max)
 
-
-@wire("the checksum covers nothing, and flipped bits get through")
-def check_no_checksum(patch: Patch) -> None:
-    patch.set("crc32", lambda data, before=0: 0, used_by="wire.pack")
+    patch.set("Seal.__init__", init)
 
 
-@wire("a restarted instance takes up the session of the life before it as if nothing had been")
-def resume_a_session_in_the_next_life(patch: Patch) -> None:
-    initiator_then, acceptor_then = patch.original("Initiator._talk_of"), patch.original("Acceptor._talk_of")
-
-    def at_the_initiator(self: Initiator, packet: Packet, now_us: int, took: link.Took) -> Any:
-        if self._talk is not None and self._talk.incarnation and packet.incarnation:
-            packet = packet._replace(incarnation=self._talk.incarnation)
-        return initiator_then(self, packet, now_us, took)
-
-    def at_the_acceptor(self: Acceptor, packet: Packet, now_us: int, took: link.Took) -> Any:
-        if packet.incarnation in (0, self.incarnation):
-            return acceptor_then(self, packet, now_us, took)
-        known, talk = self._talk, None
-        if known is not None or packet.number:
-            talk = acceptor_then(self, packet._replace(incarnation=0), now_us, took)
-        if talk is not None and talk is not known:
-            talk._delivered, talk._acked = packet.number - 1, packet.acked
-        return talk
-
-    patch.set("Initiator._talk_of", at_the_initiator)
-    patch.set("Acceptor._talk_of", at_the_acceptor)
+@wire("whatever comes where a proof is due is taken for one")
+def take_any_proof(patch: Patch) -> None:
+    patch.set("_proves", lambda self, proof: True)
 
 
-@wire("packets of a former session are taken for those of the present one")
-def ignore_the_session_number(patch: Patch) -> None:
-    talk_of_then = patch.original("Initiator._talk_of")
-
-    def talk_of(self: Initiator, packet: Packet, now_us: int, took: link.Took) -> Any:
-        if self._talk is not None:
-            packet = packet._replace(session=self._talk.session)
-        return talk_of_then(self, packet, now_us, took)
-
-    patch.set("Initiator._talk_of", talk_of)
+@wire("a side counts as proved as soon as it has said its name")
+def believe_a_hello(patch: Patch) -> None:
+    patch.set("Seal.is_proved", property(lambda self: self._peer is not None))
 
 
-@wire("a new session replaces the old one, and nobody is told: its requests stay open")
-def replace_sessions_silently(patch: Patch) -> None:
-    adopt_then = patch.original("_adopt")
+@wire("a process under our own name is let in")
+def take_our_own_name(patch: Patch) -> None:
+    greet_then = patch.original("_greet")
 
-    def adopt(self: Acceptor, session: int, now_us: int, took: link.Took) -> Any:
-        talk = adopt_then(self, session, now_us, took)
-        took.news[:] = [news for news in took.news if not isinstance(news, link.Replaced)]
-        return talk
+    def greet(self: Seal, hello: bytes, name: bytes) -> None:
+        ours, self._name = self._name, ""
+        greet_then(self, hello, name)
+        self._name = ours
 
-    patch.set("_adopt", adopt)
+    patch.set("_greet", greet)
+
+
+@wire("what has come of a frame is delivered, though the rest is still on its way")
+def deliver_half_frames(patch: Patch) -> None:
+    take_then = patch.original("_take_frame")
+
+    def take(self: Seal, frames: list[bytes]) -> Any:
+        if take_then(self, frames):
+            return True
+        if len(self._buffer) > OVERHEAD_BYTES:
+            frames.append(bytes(self._buffer[OVERHEAD_BYTES - TAG_BYTES :]))
+            self._buffer.clear()
+            self._opened += 1
+        return False
+
+    patch.set("_take_frame", take)
+
+
+@wire("the numbers of frames go on in the next connection, which the other side begins at 0")
+def carry_numbers_into_the_next_connection(patch: Patch) -> None:
+    init_then, seal_then = patch.original("Seal.__init__"), patch.original("Seal.seal")
+    sealed: dict[str, int] = {}
+
+    def init(self: Seal, side: SealSide, key: bytes, name: str, nonce: bytes, frame_bytes_max: int) -> None:
+        init_then(self, side, key, name, nonce, frame_bytes_max)
+        self._sealed = sealed.get(name, 0) if side is SealSide.CONNECTOR else 0
+
+    def seal(self: Seal, frame: bytes) -> Any:
+        made = seal_then(self, frame)
+        sealed[self._name] = self._sealed
+        return made
+
+    patch.set("Seal.__init__", init)
+    patch.set("Seal.seal", seal)
+
+
+@wire("frames that come in one piece with the end of the handshake are lost")
+def lose_what_came_with_the_proof(patch: Patch) -> None:
+    receive_then = patch.original("SealedStream.receive")
+
+    def receive(self: SealedStream, data: bytes, now_us: int) -> Any:
+        received = receive_then(self, data, now_us)
+        return received._replace(frames=[]) if received.opened else received
+
+    patch.set("SealedStream.receive", receive)
+
+
+@wire("a sign of life is passed on as if it were a message")
+def pass_on_signs_of_life(patch: Patch) -> None:
+    take_then = patch.original("take_into")
+
+    def take_into(self: Seal, data: bytes, frames: list[bytes]) -> None:
+        take_then(self, data, frames)
+        frames[:] = [frame or b"\0" for frame in frames]
+
+    patch.set("take_into", take_into)
+
+
+@wire("a sign of life does not count as one, and an idle peer is given up")
+def hear_no_sign_of_life(patch: Patch) -> None:
+    receive_then = patch.original("SealedStream.receive")
+
+    def receive(self: SealedStream, data: bytes, now_us: int) -> Any:
+        before_us = self._heard_us
+        received = receive_then(self, data, now_us)
+        if not (received.opened or received.frames):
+            self._heard_us = before_us
+        return received
+
+    patch.set("SealedStream.receive", receive)
 
 
 @wire("an idle side gives no sign of life, and healthy instances are given up")
-def send_no_heartbeat(patch: Patch) -> None:
-    init_then = patch.original("_Conversation.__init__")
+def send_no_sign_of_life(patch: Patch) -> None:
+    tick_then = patch.original("SealedStream.tick")
 
-    def init(
-        self: Any, session: int, incarnation: int, silent_us: int, config: LinkConfig, counters: LinkCounters, now_us: int
-    ) -> None:
-        init_then(self, session, incarnation, silent_us, config, counters, now_us)
-        if incarnation:
-            self.quiet_us = 1 << 60
+    def tick(self: SealedStream, now_us: int) -> Any:
+        silent_us = self._config.silent_us
+        if silent_us is None or now_us - self._heard_us < silent_us:
+            self._sent_us = now_us
+        return tick_then(self, now_us)
 
-    patch.set("_Conversation.__init__", init)
+    patch.set("SealedStream.tick", tick)
 
 
-@wire("a reset counts as a sign of life, and the front end waits for ever for an instance that has forgotten it")
-def take_a_reset_for_a_heartbeat(patch: Patch) -> None:
-    talk_of_then = patch.original("Initiator._talk_of")
+@wire("a side that nobody hears of any more is never given up")
+def never_notice_silence(patch: Patch) -> None:
+    tick_then = patch.original("SealedStream.tick")
 
-    def talk_of(self: Initiator, packet: Packet, now_us: int, took: link.Took) -> Any:
-        talk = self._talk
-        if talk is not None and talk.incarnation and packet.session == talk.session and packet.kind == link.RESET:
-            talk.heard_us = now_us
+    def tick(self: SealedStream, now_us: int) -> Any:
+        self._heard_us = now_us
+        return tick_then(self, now_us)
+
+    patch.set("SealedStream.tick", tick)
+
+
+@wire("a handshake may take for ever, and who connected to a process that then died waits for it")
+def wait_for_ever_for_a_proof(patch: Patch) -> None:
+    tick_then = patch.original("SealedStream.tick")
+
+    def tick(self: SealedStream, now_us: int) -> Any:
+        if self._stage is ConnectionStage.UNPROVED:
+            self._began_us = now_us
             return None
-        return talk_of_then(self, packet, now_us, took)
+        return tick_then(self, now_us)
 
-    patch.set("Initiator._talk_of", talk_of)
-
-
-@wire("the numbers of a lost session go on in the next one, which the other side begins at 1")
-def carry_numbers_into_the_next_session(patch: Patch) -> None:
-    lose_then, open_then = patch.original("Initiator._lose"), patch.original("Initiator.open")
-    kept: dict[int, int] = {}
-
-    def lose(self: Initiator, reason: str, took: link.Took) -> None:
-        if self._talk is not None:
-            kept[id(self)] = self._talk._delivered
-        lose_then(self, reason, took)
-
-    def open_session(self: Initiator, now_us: int) -> list[bytes]:
-        packets = open_then(self, now_us)
-        if self._talk is not None:
-            self._talk._delivered = kept.pop(id(self), 0)
-        return packets
-
-    patch.set("Initiator._lose", lose)
-    patch.set("Initiator.open", open_session)
+    patch.set("SealedStream.tick", tick)
 
 
-@wire("frames that find the window full are dropped instead of waiting for it")
-def drop_what_finds_the_window_full(patch: Patch) -> None:
-    send_then = patch.original("_Conversation.send")
+@wire("nobody counts what the other side leaves unread")
+def ignore_what_is_unread(patch: Patch) -> None:
+    patch.set("SealedStream.unread", lambda self, waiting_bytes: None)
 
-    def send(self: Any, frame: bytes, now_us: int) -> list[bytes]:
-        return send_then(self, frame, now_us) if len(self._flying) < self._config.window else []
 
-    patch.set("_Conversation.send", send)
+@wire("a connection that is over goes on sending")
+def send_after_the_end(patch: Patch) -> None:
+    end_then = patch.original("SealedStream.end")
+
+    def end(self: SealedStream, fault: str | None, reason: str) -> Any:
+        ended = end_then(self, fault, reason)
+        if ended is not None and ended.was is ConnectionStage.OPEN and fault is not None:
+            self._stage = ConnectionStage.OPEN
+            return None
+        return ended
+
+    patch.set("SealedStream.end", end)
+
+
+@wire("connections that are over are counted as open, until no more are taken")
+def count_connections_that_ended(patch: Patch) -> None:
+    patch.set("AcceptedStreams.ended", lambda self, connection: connection in self._open)
+
+
+@wire("an instance or router never takes a second connection: after the first loss it is there and serves nobody")
+def take_one_connection_only(patch: Patch) -> None:
+    opened_then = patch.original("AcceptedStreams.opened")
+    taken: set[int] = set()
+
+    def opened(self: Any, connection: Any) -> Any:
+        if id(self) in taken and not self._open:
+            return False
+        taken.add(id(self))
+        return opened_then(self, connection)
+
+    patch.set("AcceptedStreams.opened", opened)
+
+
+@wire("the pause between two attempts to connect doubles for ever")
+def double_pauses_for_ever(patch: Patch) -> None:
+    def after(self: RetryPauses, lasted_us: int, share: float, *, rejected: bool = False) -> int:
+        self._pause_us *= 2
+        return self._pause_us
+
+    patch.set("RetryPauses.after", after)
+
+
+@wire("a peer is spoken to before it has accepted our registration")
+def speak_before_being_registered(patch: Patch) -> None:
+    receive_then = patch.original("_receive_registration")
+
+    def receive(self: PeerSession, frame: bytes, unfit: Any) -> Any:
+        self._is_accepted = True
+        return receive_then(self, frame, unfit)
+
+    patch.set("_receive_registration", receive)
+
+
+@wire("what the worker said in one session with a peer is sent in the next one")
+def speak_in_the_next_session(patch: Patch) -> None:
+    began_then = patch.original("KnownSessions.began")
+    last: dict[int, int] = {}
+
+    def began(self: KnownSessions, session: int) -> None:
+        began_then(self, session)
+        last[id(self)] = session
+
+    def of(self: KnownSessions, peer: Any) -> int | None:
+        return last.get(id(self))
+
+    patch.set("KnownSessions.began", began)
+    patch.set("KnownSessions.of", of)
 
 
 # ── wire: the desk ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -1035,18 +1089,6 @@ def refuse_the_wrong_ticket(patch: Patch) -> None:
 
 
 # ── what a reader of the laws thought they might not see ─────────────────────────────────────────────────────────────────
-
-
-@wire("an instance never takes a second session: after the first loss it is there and serves nobody")
-def take_one_session_only(patch: Patch) -> None:
-    talk_then = patch.original("Acceptor._talk_of")
-
-    def talk_of(self: Acceptor, packet: Packet, now_us: int, took: Any) -> Any:
-        if self._highest_session and packet.session > self._highest_session:
-            return None
-        return talk_then(self, packet, now_us, took)
-
-    patch.set("Acceptor._talk_of", talk_of)
 
 
 @wire("an instance that has served before is never taken for ready again")

@@ -15,6 +15,7 @@ import msgspec
 from baton.core.engine.admission import Admission
 from baton.core.engine.change_journal import CachedKeysChanged, PrefixJournal
 from baton.core.engine.ended import Bill
+from baton.core.engine.progress_watch import EngineBeat, ProgressWatch
 from baton.core.engine.records import Request
 from baton.core.engine.request import NO_TOKENS, FinishReason, RequestId, Submission, frozen_tokens
 from baton.core.engine.settling import StepSettling
@@ -205,6 +206,15 @@ def wait_for_an_instance_for_ever(patch: Patch) -> None:
     patch.set("ServerAbsence.expire", expire)
 
 
+@core("what an instance refuses while nobody serves waits as long as if it had just come")
+def start_the_wait_again_at_a_refusal(patch: Patch) -> None:
+    def wait(self: ServerAbsence, request: RoutedRequest) -> None:
+        if self._since_us is not None and self.due_us is None:
+            self.due_us = self._requests.now_us + self._absent_us
+
+    patch.set("ServerAbsence.wait", wait)
+
+
 @core("what a tenant has open is never taken off its account")
 def never_close_an_account(patch: Patch) -> None:
     patch.set("RateLimits.close", lambda self, tenant, generated_tokens, now_us: None)
@@ -317,6 +327,47 @@ def overlook_a_silent_engine(patch: Patch) -> None:
         return beaten_then(self, member, replace(sign, engine_silent_us=0), now_us)
 
     patch.set("FleetMembers.beaten", beaten)
+
+
+@core("only heartbeats count as signs of life, however much else comes")
+def hear_heartbeats_only(patch: Patch) -> None:
+    patch.set("FleetMembers.heard", lambda self, session, now_us: None)
+
+
+@core("an engine that is late on a busy machine is taken for one that is stopped")
+def suspect_who_is_late(patch: Patch) -> None:
+    patch.set("engine_suspect_us", lambda self, runs: self.suspect_us)
+
+
+@core("nobody looks whether steps end: an engine that beats is healthy")
+def overlook_a_step_that_hangs(patch: Patch) -> None:
+    patch.set("ProgressWatch.limit_us", property(lambda self: LONG_US))
+
+
+@core("every beat is taken for progress of the step in flight")
+def take_beats_for_progress(patch: Patch) -> None:
+    beaten_then = patch.original("ProgressWatch.beaten")
+
+    def beaten(self: ProgressWatch, beat: EngineBeat, now_us: int) -> None:
+        beaten_then(self, beat, now_us)
+        self._settled_us = now_us
+
+    patch.set("ProgressWatch.beaten", beaten)
+
+
+@core("an engine that was stopped for good is waited for, for ever")
+def wait_for_a_stopped_engine(patch: Patch) -> None:
+    patch.set("SILENT_US", LONG_US, used_by="ProgressWatch.look")
+
+
+@core("the limit for a step does not grow with the steps that a model takes: a slow one is killed")
+def kill_who_is_slow(patch: Patch) -> None:
+    patch.set("ProgressWatch.limit_us", property(lambda self: self._stall_us))
+
+
+@core("time in which an engine could not run counts as time of its step")
+def count_time_without_beats(patch: Patch) -> None:
+    patch.set("BEAT_US", LONG_US, used_by="ProgressWatch.beaten")
 
 
 @core("a router that slept takes its own silence for that of its instances")

@@ -30,10 +30,16 @@ class Both:
         self.world = World(0, events_max=1_000)
         self.pipes = Pipes(DELAY_US)
         self.caller, self.called = Owner(self.world), Owner(self.world)
-        self.here = self.pipes.initiator(Host(self.world, "here"), "a", "b", self.caller)
+        self.here = self.pipes.dial(Host(self.world, "here"), "a", "b", self.caller)
+        self.there: list[LineEndpoint] = []
 
-    def accept(self) -> LineEndpoint:
-        return self.pipes.acceptor(Host(self.world, "there"), "b", "a", self.called)
+    def listen(self) -> None:
+        self.pipes.listen(Host(self.world, "there"), "b", self._accept)
+
+    def _accept(self, there: LineEndpoint) -> Owner:
+        assert there.peer == "a"
+        self.there.append(there)
+        return self.called
 
     def run(self) -> None:
         while self.world.next_us is not None:
@@ -44,34 +50,34 @@ def test_a_pipe_opens_when_both_ends_are_there_whichever_comes_first() -> None:
     for accepts_first in (True, False):
         both = Both()
         if accepts_first:
-            both.accept()
+            both.listen()
             both.run()
         both.here.open()
         both.run()
         if not accepts_first:
             assert both.caller.heard == []
-            both.accept()
+            both.listen()
             both.run()
         assert both.caller.heard == both.called.heard == [(0, "opened")]
 
 
 def test_nobody_is_called_who_was_not_to_be() -> None:
     both = Both()
-    both.accept()
+    both.listen()
     both.run()
     assert both.called.heard == []
-    assert not both.here.is_open
+    assert both.here.session is None
 
 
 def test_frames_arrive_in_order_after_the_delay_and_never_wait_for_room() -> None:
     both = Both()
-    there = both.accept()
+    both.listen()
     both.here.open()
     both.run()
     for frame in (b"1", b"2"):
         assert not both.here.is_full
         both.here.send(frame)
-    there.send(b"3")
+    both.there[0].send(b"3")
     both.run()
     assert both.called.heard[1:] == [(DELAY_US, b"1"), (DELAY_US, b"2")]
     assert both.caller.heard[1:] == [(DELAY_US, b"3")]
@@ -79,10 +85,10 @@ def test_frames_arrive_in_order_after_the_delay_and_never_wait_for_room() -> Non
 
 def test_who_hangs_up_is_heard_of_and_what_was_on_the_way_to_it_is_not_delivered() -> None:
     both = Both()
-    there = both.accept()
+    both.listen()
     both.here.open()
     both.run()
-    there.send(b"too late")
+    both.there[0].send(b"too late")
     both.here.close("enough")
     both.run()
     assert both.called.heard[1:] == [(DELAY_US, "enough")]

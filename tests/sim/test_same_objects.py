@@ -22,8 +22,8 @@ SIM = Path(__file__).parents[2] / "src" / "baton" / "sim"
 
 MAY_SEE_OF_CORE = {
     "config", "errors", "engine.driver", "engine.ended", "engine.gauges", "engine.laws", "engine.orders", "engine.plan",
-    "engine.prefix", "engine.records", "engine.request", "engine.worker", "handover.faults", "handover.messages",
-    "routing.config", "routing.events", "routing.identity", "routing.router", "tiers.transfers",
+    "engine.prefix", "engine.progress_watch", "engine.records", "engine.request", "engine.worker", "handover.faults",
+    "handover.messages", "routing.config", "routing.events", "routing.identity", "routing.router", "tiers.transfers",
 }  # fmt: skip
 """The doors of the deciding code and the values that pass them; what decides behind a door is not for the simulator."""
 TABLES = {"routing.fleet_members", "routing.routed_request"}

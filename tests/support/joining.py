@@ -14,7 +14,7 @@ from baton.core.engine.ended import EndedRequest
 from baton.core.engine.orders import Accepted
 from baton.core.engine.request import RequestId, Sampling, Submission, Tokens, frozen_tokens
 from baton.core.routing.events import Join
-from baton.node.sealed_connection import ConnectionEnd, Listener, SealedConnection
+from baton.node.sealed_connection import Listener, SealedConnection
 from baton.wire.engine_messages import DecodedRows, StepOutput
 from baton.wire.router_messages import (
     FromInstance,
@@ -25,6 +25,7 @@ from baton.wire.router_messages import (
     decode_from_instance,
     encode_membership,
 )
+from baton.wire.sealed_stream import ConnectionEnd
 
 KEY_TEXT = "a key for the tests"
 DEADLINE_S = 90.0

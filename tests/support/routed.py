@@ -48,6 +48,7 @@ from baton.wire.engine_messages import (
     encode_to_engine,
     pulse,
 )
+from baton.wire.heartbeats import EngineVitals
 from baton.wire.instance_sessions import InstanceSessions, InstanceSessionState, SessionEffects
 from baton.wire.router_messages import FromInstance, decode_from_instance, decode_from_router, encode_membership
 from baton.wire.router_sessions import Act, CloseConnection, RouterSessions, SayToInstance
@@ -192,7 +193,7 @@ class Member:
             return
         self.pulse_at_us = self.world.now_us + PULSE_US
         made = pulse(self.worker.gauges(), self.driver.steps_in_flight > 0, self.worker.changes(self.world.now_us))
-        beat = self.sessions.beat(made, 0, self.world.now_us)
+        beat = self.sessions.beat(made, EngineVitals(0), self.world.now_us)
         self.say([] if beat is None else [beat])
 
     def hang_up(self, reason: str, again_us: int = 0) -> None:

@@ -15,8 +15,9 @@ from baton.core.errors import IllegalTransition, Refusal, RefusalCode
 from baton.core.routing.events import Join
 from baton.wire import held_choices, instance_sessions
 from baton.wire.engine_messages import DecodedRows, FromEngine, Pulse, WireError, refused
+from baton.wire.heartbeats import EngineVitals
 from baton.wire.held_choices import FIRST_ROUTED_TICKET
-from baton.wire.instance_sessions import InstanceSessions, InstanceSessionState, SessionEffects
+from baton.wire.instance_sessions import WELCOME_US, InstanceSessions, InstanceSessionState, SessionEffects
 from baton.wire.router_messages import (
     KEYS_A_BEAT_MAX,
     AllHeldSaid,
@@ -403,12 +404,28 @@ def test_when_the_grace_is_over_what_is_open_is_cancelled_and_nothing_is_kept() 
     assert (sessions.open_requests, sessions.held_choices) == (0, 0)
 
 
+def test_a_session_in_which_the_join_is_not_answered_is_hung_up_once() -> None:
+    """Before it is welcomed an instance says nothing by which it could learn that the router has died."""
+    sessions = InstanceSessions(JOIN, welcome_us=500)
+    for began_us in (1_000, 9_000):
+        sessions.opened(began_us)
+        assert sessions.next_deadline() == began_us + 500
+        assert sessions.tick(began_us + 499) == SessionEffects()
+        assert sessions.tick(began_us + 500).hang_up == "it has not answered the join within 0.0005 s"
+        assert sessions.next_deadline() is None
+        assert sessions.tick(began_us + 501) == SessionEffects()
+        sessions.lost("hung up", began_us + 502)
+    sessions.opened(20_000)
+    sessions.receive(WELCOME, 20_100)
+    assert sessions.next_deadline() is None
+
+
 def test_dialling_in_vain_does_not_make_the_grace_longer() -> None:
     sessions = serving()
     open_as(sessions, asks("a"), 1)
     sessions.lost("cut", 1_000)
     sessions.opened(2_000)
-    assert sessions.tick(10**9) == NOTHING, "an answer is awaited"
+    assert sessions.tick(2_000 + WELCOME_US - 1) == NOTHING, "an answer is awaited"
     sessions.lost("no answer", 3_000)
     sessions.lost("twice", 4_000)
     assert sessions.next_deadline() == 1_000 + WELCOME.orphan_grace_us
@@ -475,40 +492,46 @@ def names(beat: HeartbeatMessage | None) -> tuple[bool, list[int], list[int]]:
 
 def test_names_go_out_once_in_a_session_and_from_the_beginning_in_the_next() -> None:
     sessions = serving()
-    assert names(sessions.beat(pulse(named=[1]), 0, 0)) == (False, [], []), "before the engine starts afresh: void"
-    assert names(sessions.beat(pulse(True, [1, 2]), 0, 0)) == (True, [1, 2], [])
-    assert names(sessions.beat(None, 0, 0)) == (False, [], [])
+    assert names(sessions.beat(pulse(named=[1]), EngineVitals(0), 0)) == (False, [], []), (
+        "before the engine starts afresh: void"
+    )
+    assert names(sessions.beat(pulse(True, [1, 2]), EngineVitals(0), 0)) == (True, [1, 2], [])
+    assert names(sessions.beat(None, EngineVitals(0), 0)) == (False, [], [])
     sessions.record_pulse(pulse(named=[3, 4], forgotten=[1]), 0)
     sessions.record_pulse(pulse(named=[1], forgotten=[3]), 0)
-    assert names(sessions.beat(None, 0, 0)) == (False, [4, 1], [3]), "each in one of the two"
+    assert names(sessions.beat(None, EngineVitals(0), 0)) == (False, [4, 1], [3]), "each in one of the two"
     sessions.record_pulse(pulse(named=[5]), 0)
     sessions.lost("cut", 0)
-    assert sessions.beat(pulse(named=[6]), 0, 0) is None
+    assert sessions.beat(pulse(named=[6]), EngineVitals(0), 0) is None
     serving(sessions)
-    assert names(sessions.beat(pulse(named=[7]), 0, 0)) == (False, [], [])
-    assert names(sessions.beat(pulse(True, [1, 7]), 0, 0)) == (True, [1, 7], [])
+    assert names(sessions.beat(pulse(named=[7]), EngineVitals(0), 0)) == (False, [], [])
+    assert names(sessions.beat(pulse(True, [1, 7]), EngineVitals(0), 0)) == (True, [1, 7], [])
 
 
 def test_more_names_than_a_beat_takes_wait_for_the_next() -> None:
     sessions = serving()
     sessions.record_pulse(pulse(True, range(KEYS_A_BEAT_MAX)), 0)
     sessions.record_pulse(pulse(named=range(KEYS_A_BEAT_MAX, KEYS_A_BEAT_MAX + 3)), 0)
-    assert names(sessions.beat(None, 0, 0)) == (True, list(range(KEYS_A_BEAT_MAX)), [])
-    assert names(sessions.beat(None, 0, 0)) == (False, [KEYS_A_BEAT_MAX, KEYS_A_BEAT_MAX + 1, KEYS_A_BEAT_MAX + 2], [])
+    assert names(sessions.beat(None, EngineVitals(0), 0)) == (True, list(range(KEYS_A_BEAT_MAX)), [])
+    assert names(sessions.beat(None, EngineVitals(0), 0)) == (
+        False,
+        [KEYS_A_BEAT_MAX, KEYS_A_BEAT_MAX + 1, KEYS_A_BEAT_MAX + 2],
+        [],
+    )
 
 
 def test_a_beat_says_how_the_engine_is_and_notes_of_the_routers_requests_only() -> None:
     sessions = serving()
-    first = sessions.beat(None, 5, 0)
+    first = sessions.beat(None, EngineVitals(5), 0)
     assert first is not None
     assert (first.engine_silent_us, first.computing) == (5, False)
     open_as(sessions, asks("a"), 1)
     sessions.record_pulse(pulse(notes=((1, "waiting", 10), (2, "waiting", 10))), 1_000)
-    beat = sessions.beat(None, 7, 1_500)
+    beat = sessions.beat(None, EngineVitals(7), 1_500)
     assert beat is not None
     assert (beat.gauges, beat.computing, beat.engine_silent_us) == (GAUGES, True, 7)
     assert beat.notes == ((1, "waiting", 510),)
-    again = sessions.beat(None, 0, 1_600)
+    again = sessions.beat(None, EngineVitals(0), 1_600)
     assert again is not None
     assert again.notes == ()
 

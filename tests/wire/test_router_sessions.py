@@ -27,6 +27,7 @@ from baton.core.routing.events import (
     HeartbeatCame,
     InstanceJoined,
     InstanceLost,
+    MessageCame,
     PhaseReport,
     RejectInstance,
     RequestDeclined,
@@ -367,8 +368,9 @@ class Hand:
         assert self.news() == [AttemptAccepted(self.session, attempt(number))]
 
     def news(self) -> list[RouterEvent]:
-        """The router's events since the last call, ticks excluded."""
-        heard = [event for event in self.router.heard if not isinstance(event, DeadlineCame)]
+        """The router's events since the last call, except ticks and mere signs of life."""
+        mere = (DeadlineCame, MessageCame)
+        heard: list[RouterEvent] = [event for event in self.router.heard if not isinstance(event, mere)]
         self.router.heard.clear()
         return heard
 
@@ -441,6 +443,20 @@ def test_what_is_called_back_is_cancelled_once_and_not_heard_of() -> None:
     assert hand.want(back, back) == [Cancel(8), Cancel(9)]
     assert hand.hear(step([(8, [1])], ended=[8, 9])) == []
     assert hand.news() == []
+
+
+def test_a_message_about_what_was_called_back_is_a_sign_of_life() -> None:
+    """A line that is slow may carry nothing else for longer than an instance may be silent."""
+    hand = Hand()
+    hand.open_as(5, body("abc", 2), 8, 9)
+    hand.want(CancelChoices(hand.session, attempt(5), (0, 1)))
+    hand.send(6, body("xyz"))
+    hand.send(7, body("uvw"))
+    hand.want(CancelChoices(hand.session, attempt(6), (0,)), CancelChoices(hand.session, attempt(7), (0,)))
+    for message in (step([(8, [1])]), step(ended=[8, 9]), Accepted(1, (10,)), refused(2, FULL)):
+        hand.router.heard.clear()
+        hand.hear(message)
+        assert hand.router.heard == [MessageCame(hand.session)], message
 
 
 def test_a_cut_is_ordered_when_there_is_something_to_cut() -> None:

@@ -177,7 +177,7 @@ def test_a_wrong_key_is_refused_by_either_side() -> None:
 def test_another_version_is_refused_by_name_even_when_its_hello_is_shorter() -> None:
     hello = bytearray(_connector().outgoing())
     hello[VERSION_AT] = 9
-    with pytest.raises(SealBroken, match="version 9 of the seal, this one 1") as broken:
+    with pytest.raises(SealBroken, match="version 9 of the seal, this one 2") as broken:
         _acceptor().take(bytes(hello[: VERSION_AT + 1]))
     assert broken.value.fault is SealFault.VERSION
 

@@ -24,6 +24,7 @@ from baton.api import openapi
 from baton.api.auth import OPEN_PATHS, ApiKeys, AuthMiddleware, kv_owners
 from baton.api.body_limits import read_json_body
 from baton.api.choice_streams import ClientGone
+from baton.api.continuation import RequestProofs, bad_proof
 from baton.api.engine import UNKNOWN_CONTEXT, Engine
 from baton.api.errors import ApiError, InternalField, engine_dead, invalid
 from baton.api.generate import CLIENT_CLOSED, GenerationService
@@ -35,7 +36,7 @@ from baton.api.original_request import OriginalRequest
 from baton.api.prepare import CHAT_PATH, COMPLETION_PATH, PreparedRequest, RequestPreparer
 from baton.api.request_ids import HEADER, RequestIdMiddleware, owner_of
 from baton.api.responses import encode
-from baton.api.schema import DetokenizeBody, TokenizeBody, check_tokenize, parse
+from baton.api.schema import ContinuationFields, DetokenizeBody, TokenizeBody, check_tokenize, parse
 from baton.api.settings import ApiSettings
 from baton.api.stream_resume import LAST_EVENT_ID, UnclaimedRequests, check_reach, parse_marks
 from baton.api.submissions import RequestOwner, RequestRules
@@ -59,9 +60,16 @@ class RouterExtras:
 
 class ApiRoutes:
     def __init__(
-        self, engine: Engine, text: ModelText, settings: ApiSettings, metrics: Metrics, extras: RouterExtras
+        self,
+        engine: Engine,
+        text: ModelText,
+        settings: ApiSettings,
+        metrics: Metrics,
+        extras: RouterExtras,
+        proofs: RequestProofs | None,
     ) -> None:
         self._extras = extras
+        self._proofs = proofs
         self._engine = engine
         self._text = text
         self._settings = settings
@@ -84,15 +92,29 @@ class ApiRoutes:
             raw, asker = await self._body(request), owner_of(request)
             seed, arrived_us = secrets.randbits(63), time.time_ns() // 1000
             origin = OriginalRequest(path, raw, asker.tenant, asker.request_id, seed, arrived_us)
-            prepared = await self._prepared(origin)
+            prepared = await self._prepared(origin, self._proven(request, raw))
             run = await self._server.accept(prepared, request.receive)
         return await self._server.respond(run)
 
-    async def _prepared(self, origin: OriginalRequest) -> PreparedRequest:
+    def _proven(self, request: Request, raw: bytes) -> bool:
+        """Whether the sender proved that it holds the cluster key; a proof that does not hold is a 400."""
+        proofs = self._proofs
+        if proofs is None or (proof := request.headers.get(proofs.header)) is None:
+            return False
+        if (reason := proofs.why_not(request.method, request.scope["path"], raw, proof)) is not None:
+            raise bad_proof(proofs.header, reason)
+        return True
+
+    async def _prepared(self, origin: OriginalRequest, proven: bool = False) -> PreparedRequest:
         """Prepare in a thread; a small body is prepared directly, since switching threads would take longer."""
-        if len(origin.raw) <= SMALL_BODY_BYTES:
-            return self._preparer.prepare(origin)
-        return await asyncio.to_thread(self._preparer.prepare, origin)
+        try:
+            if len(origin.raw) <= SMALL_BODY_BYTES:
+                return self._preparer.prepare(origin, proven)
+            return await asyncio.to_thread(self._preparer.prepare, origin, proven)
+        except InternalField as refusal:
+            if self._proofs is None or refusal.field not in ContinuationFields.model_fields:
+                raise
+            raise refusal.unless(f"a router proves itself with the header {self._proofs.header}") from None
 
     async def resume(self, id: str, request: Request) -> Response:  # noqa: A002
         """Resume a stream after a restart of the router."""
@@ -190,17 +212,19 @@ def create_app(
     settings: ApiSettings,
     metrics: Metrics | None = None,
     extras: RouterExtras = RouterExtras(),  # noqa: B008
+    proofs: RequestProofs | None = None,
 ) -> FastAPI:
     """The HTTP surface of one engine. Loads nothing and starts nothing; uvicorn (or a test) runs it.
 
-    Give `metrics` to read them elsewhere too; else the app has its own.
+    Give `metrics` to read them elsewhere too; else the app has its own. With `proofs`, routers that hold the cluster key
+    continue answers here.
     """
     if settings.chat_template is not None:
         text = text.with_template(settings.chat_template)
     if metrics is None:
         metrics = Metrics(engine, settings.served_model_names[0])
     app = FastAPI(title="Baton", docs_url=None, redoc_url=None, redirect_slashes=False)
-    _add_routes(app, ApiRoutes(engine, text, settings, metrics, extras), resumable=extras.unclaimed is not None)
+    _add_routes(app, ApiRoutes(engine, text, settings, metrics, extras, proofs), resumable=extras.unclaimed is not None)
     _add_error_handlers(app, metrics)
     openapi.install(app, secured=bool(settings.api_keys))
     for ring in extras.inner:

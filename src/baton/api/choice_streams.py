@@ -51,11 +51,14 @@ class _Cancelled:
     """Mailbox item: the client cancelled by id."""
 
 
-class _NeverBegun:
-    """Stands for the stream of a choice that was cancelled before an engine accepted it."""
+class EndedStream:
+    """The stream of a choice that no engine has: it is complete already, or was cancelled before an engine accepted it."""
+
+    def __init__(self, reason: FinishReason) -> None:
+        self._reason = reason
 
     def pour(self, sink: Sink) -> None:
-        sink(TokenBurst((), (), StreamEnd(FinishReason.ABORT, 0)))
+        sink(TokenBurst((), (), StreamEnd(self._reason, 0)))
 
     def stop(self, keep: int) -> None:
         pass
@@ -98,7 +101,7 @@ class ChoiceStreams:
                 return asked.result()
             if self._hangup.done():
                 raise ClientGone
-            return [_NeverBegun() for _ in self.readers]
+            return [EndedStream(FinishReason.ABORT) for _ in self.readers]
         except BaseException:
             self._hangup.cancel()
             _abandon(asked)

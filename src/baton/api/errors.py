@@ -72,6 +72,11 @@ class InternalField(ApiError):
         message = f"'{name}' is internal and cannot be set by a client"
         super().__init__(400, message, param=name, code="unsupported_parameter")
 
+    def unless(self, way: str) -> ApiError:
+        """The same, with the way in which it may be set."""
+        self.message += f"; {way}"
+        return self
+
 
 def unsupported(param: str, message: str) -> ApiError:
     return invalid(param, message, "unsupported_parameter")
@@ -91,7 +96,12 @@ def refused(refusal: Refusal, param: str | None) -> ApiError:
 
 
 def engine_dead(reason: str) -> ApiError:
-    return ApiError(503, f"The engine is dead: {reason}", "engine_dead", code="engine_dead")
+    """Retryable: nothing is wrong with the request, and whoever supervises the instance starts it again."""
+    headers = {"Retry-After": str(_RETRY_AFTER_S)}
+    details = {"retryable": True}
+    return ApiError(
+        503, f"The engine is dead: {reason}", "engine_dead", code="engine_dead", headers=headers, details=details
+    )
 
 
 def no_instance_left(fault: PdFault, token_ids: list[list[int]] | None) -> ApiError:

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager, contextmanager
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from baton.api.choice_streams import ChoiceFailed, ChoiceStreams, ClientGone, NoInstanceLeft
+from baton.api.choice_streams import ChoiceFailed, ChoiceStreams, ClientGone, EndedStream, NoInstanceLeft
 from baton.api.choice_streams import Receive as ReceiveMessage
 from baton.api.engine import Engine, EngineDead, Gauges, TokenStream
 from baton.api.errors import ApiError, engine_dead, no_instance_left, refused
@@ -59,11 +59,10 @@ class GenerationService:
         answer = ChoiceStreams(prepared.readers, carries)
         self.open.claim(prepared.asker, answer)
         with self.open.released_on_error(prepared.asker), _as_api_error(prepared):
-            submitting = self._engine.submit(prepared.group, prepared.origin)
-            answer.attach(await answer.submitted(submitting, receive))
+            answer.attach(await answer.submitted(_submitted(self._engine, prepared), receive))
         marks = fresh_marks(len(prepared.readers)) if carries else None
         lengths = [len(ids) for ids in prepared.prompt_ids]
-        times = AnswerTimes(self._metrics, prepared.arrived_s, lengths, len(prepared.group))
+        times = AnswerTimes(self._metrics, prepared.arrived_s, lengths, len(prepared.readers))
         return GenerationRun(prepared, answer, times, marks, self._ended)
 
     async def resume(
@@ -100,6 +99,13 @@ async def _log_late(finished: FinishedRequest, run: GenerationRun) -> None:
     await run.answer.settled(LATE_BILL_S)
     run.answer.close()
     finished.log(bill_of(run.prepared.readers), places_of(run.prepared.readers))
+
+
+async def _submitted(engine: Engine, prepared: PreparedRequest) -> list[TokenStream]:
+    """The streams of all choices. Of a continued answer, those that are complete already are not submitted."""
+    over = prepared.over
+    running = iter(await engine.submit(prepared.group, prepared.origin) if prepared.group else ())
+    return [EndedStream(over[i]) if i in over else next(running) for i in range(len(prepared.readers))]
 
 
 async def _claimed(prepared: PreparedRequest, marks: StreamPositions, unclaimed: UnclaimedRequests) -> list[TokenStream]:
@@ -184,7 +190,7 @@ def _as_api_error(prepared: PreparedRequest) -> Iterator[None]:
 
 
 async def whole(run: GenerationRun) -> Response:
-    choices = [WholeChoice() for _ in run.prepared.readers]
+    choices = [WholeChoice(tokens=reader.token_ids) for reader in run.prepared.readers]  # empty unless it is continued
     async with run.reading() as answer:
         async for deltas in answer:
             for delta in deltas:

@@ -7,11 +7,13 @@ Stateless; does not call the engine.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from baton.api.chat_responses import ChatWriter
 from baton.api.completion_responses import CompletionWriter
+from baton.api.continuation import BegunChoices, begin
 from baton.api.errors import ApiError, invalid
 from baton.api.model_text import ModelText, TemplateRefused
 from baton.api.original_request import BadOrigin, OriginalRequest
@@ -20,6 +22,8 @@ from baton.api.schema import (
     ChatBody,
     ChatMessage,
     CompletionBody,
+    ContinuedChatBody,
+    ContinuedCompletionBody,
     GenerateBody,
     Prompt,
     TokenizeBody,
@@ -31,7 +35,7 @@ from baton.api.schema import (
 from baton.api.stop_strings import StopScanner
 from baton.api.submissions import RequestOwner, RequestRules, group_of
 from baton.api.text_reader import ChoiceReader
-from baton.core.engine.request import Submission
+from baton.core.engine.request import FinishReason, Submission
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETION_PATH = "/v1/completions"
@@ -54,6 +58,8 @@ class PreparedRequest:
     """Whether `usage.baton` has the bill."""
     return_token_ids: bool
     prompt_field: str
+    over: Mapping[int, FinishReason]
+    """Of a continued answer: the choices that are complete already, which are not in the group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,36 +69,40 @@ class RequestPreparer:
     """Called for each body, since an engine's limits may change at run time."""
     model_names: tuple[str, ...]
 
-    def prepare(self, origin: OriginalRequest) -> PreparedRequest:
+    def prepare(self, origin: OriginalRequest, proven: bool = False) -> PreparedRequest:
+        """`proven`: the sender holds the cluster key, so the body may continue an answer."""
         if origin.path == CHAT_PATH:
-            return self._chat(origin)
+            return self._chat(origin, ContinuedChatBody if proven else ChatBody)
         if origin.path == COMPLETION_PATH:
-            return self._completion(origin)
+            return self._completion(origin, ContinuedCompletionBody if proven else CompletionBody)
         raise BadOrigin(f"nothing is prepared for {origin.path}")
 
-    def _chat(self, origin: OriginalRequest) -> PreparedRequest:
+    def _chat(self, origin: OriginalRequest, kind: type[ChatBody]) -> PreparedRequest:
         now_s, asker = time.perf_counter(), RequestOwner(origin.tenant, origin.request_id)
-        body = parse(origin.raw, ChatBody, (check_stream_options, check_chat))
+        body = parse(origin.raw, kind, (check_stream_options, check_chat))
         self.check_model(body.model)
         prompt_ids = [self.chat_ids(body, body.messages)]
-        group = group_of(body, prompt_ids, self.policy(), asker, origin.seed, origin.arrived_us)
+        rules = self.policy()
+        group = group_of(body, prompt_ids, rules, asker, origin.seed, origin.arrived_us)
         heading = self._heading("chatcmpl", body, origin, prompt_ids)
         # A chat answer is a text of its own, so its leading space does not continue the prompt.
-        readers = self._readers(body, group, [()], offsets=[0])
+        readers = partial(self._readers, body, group, [()], offsets=[0])
         writer = ChatWriter(heading, self.text.piece, bool(body.logprobs))
-        return _prepared(body, origin, now_s, group, prompt_ids, readers, writer)
+        return _prepared(body, origin, now_s, begin(body, group, readers, rules.info), prompt_ids, writer)
 
-    def _completion(self, origin: OriginalRequest) -> PreparedRequest:
+    def _completion(self, origin: OriginalRequest, kind: type[CompletionBody]) -> PreparedRequest:
         now_s, asker = time.perf_counter(), RequestOwner(origin.tenant, origin.request_id)
-        body = parse(origin.raw, CompletionBody, (check_stream_options, check_completion))
+        body = parse(origin.raw, kind, (check_stream_options, check_completion))
         self.check_model(body.model)
         prompt_ids = [self._prompt_ids(prompt, body.add_special_tokens) for prompt in body.prompt]
-        group = group_of(body, prompt_ids, self.policy(), asker, origin.seed, origin.arrived_us)
+        rules = self.policy()
+        group = group_of(body, prompt_ids, rules, asker, origin.seed, origin.arrived_us)
         heading = self._heading("cmpl", body, origin, prompt_ids)
         echoes = [self._echo(prompt) for prompt in body.prompt] if body.echo else []
-        readers = self._readers(body, group, prompt_ids, [len(echo) for echo in echoes] or [0] * len(prompt_ids))
+        offsets = [len(echo) for echo in echoes] or [0] * len(prompt_ids)
+        readers = partial(self._readers, body, group, prompt_ids, offsets)
         writer = CompletionWriter(heading, self.text.piece, body.logprobs is not None, echoes)
-        return _prepared(body, origin, now_s, group, prompt_ids, readers, writer)
+        return _prepared(body, origin, now_s, begin(body, group, readers, rules.info), prompt_ids, writer)
 
     def chat_ids(self, body: ChatBody | TokenizeBody, messages: Sequence[ChatMessage]) -> list[int]:
         try:
@@ -150,24 +160,24 @@ def _prepared(
     body: ChatBody | CompletionBody,
     origin: OriginalRequest,
     now_s: float,
-    group: list[Submission],
+    begun: BegunChoices,
     prompt_ids: Sequence[Sequence[int]],
-    readers: list[ChoiceReader],
     writer: ResponseWriter,
 ) -> PreparedRequest:
     return PreparedRequest(
         origin=origin,
         asker=RequestOwner(origin.tenant, origin.request_id),
         arrived_s=now_s,
-        group=group,
+        group=begun.group,
         prompt_ids=prompt_ids,
-        readers=readers,
+        readers=begun.readers,
         writer=writer,
         stream=bool(body.stream),
         include_usage=_includes_usage(body),
         baton_usage=bool(body.baton_usage),
         return_token_ids=bool(body.return_token_ids),
         prompt_field="messages" if isinstance(body, ChatBody) else "prompt",
+        over=begun.over,
     )
 
 

@@ -2,7 +2,8 @@
 
 Types are strict (no "5" for 5, no true for 1); null means absent. What to do with fields that are not ours:
 
-* internal fields, which only a router may set, are refused whatever their value (`INTERNAL`);
+* internal fields, which only a router may set, are refused whatever their value (`INTERNAL`); a router that proved itself
+  may set those of `ContinuationFields`;
 * features that would change the answer and are not there (tools, schemas, beam search …) are refused unless the value
   asks for nothing (`UNSUPPORTED`);
 * everything else (`user`, `metadata`, `store`, fields of other servers) is ignored, as the openai client and its users
@@ -228,6 +229,24 @@ def _template_kwargs(value: object) -> dict[str, object]:
     return value
 
 
+def _generated(value: object) -> tuple[tuple[int, ...], ...] | None:
+    """By choice; a single list of ids is that of a single choice."""
+    if value is None:
+        return None
+    if isinstance(value, list) and value and isinstance(value[0], list):
+        return tuple(_token_ids(item) for item in value)
+    return (_token_ids(value),)
+
+
+def _sent(value: object) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    counts = value if isinstance(value, list) else [value]
+    if not counts or not all(_is_id(count) for count in counts):
+        raise _bad("must be a number of characters, or a list of them, one for each choice")
+    return tuple(counts)
+
+
 _ID_LIST = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": _INT32_MAX}}
 _STRING = {"type": "string", "minLength": 1}
 _NULL = {"type": "null"}
@@ -350,6 +369,23 @@ class CompletionBody(GenerateBody):
     logprobs: Annotated[int | None, Field(ge=0, le=LOGPROBS_MAX)] = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
+
+
+class ContinuationFields(RequestBody):
+    """What a router that proved itself adds to a body to continue it; by choice, prompt by prompt as in the answer."""
+
+    generated_token_ids: Annotated[tuple[tuple[int, ...], ...] | None, PlainValidator(_generated)] = None
+    """All tokens generated so far, on whichever instances."""
+    sent_characters: Annotated[tuple[int, ...] | None, PlainValidator(_sent)] = None
+    """Characters (code points) of the answer that the client has, without an echoed prompt."""
+
+
+class ContinuedChatBody(ChatBody, ContinuationFields):
+    """A chat body of a router."""
+
+
+class ContinuedCompletionBody(CompletionBody, ContinuationFields):
+    """A completion body of a router."""
 
 
 class TokenizeBody(RequestBody):

@@ -73,6 +73,10 @@ class ChoiceReader:
         self._offset = text_offset
         self._first = True
         self._ids = array("i")
+        self._unsent = ""
+        """Of a continued answer: text of delivered tokens that the client lacks."""
+        self._skipped = 0
+        """Of a continued answer: characters to come that the client already has."""
 
     @property
     def tokens(self) -> int:
@@ -102,6 +106,18 @@ class ChoiceReader:
             text = text + self._flush() if rescheduled is None else ""
         return self._delta(text, tokens, burst.logprobs[:kept], offsets, rescheduled)
 
+    def continue_after(self, tokens: tuple[int, ...], sent: int | None) -> int:
+        """Begin after tokens that another instance generated, of whose text the client has `sent` characters.
+
+        None: all that these tokens settle, which is what would have been sent here. Call before `read`. Returns the
+        number of characters settled. Where the tokens complete a stop string, the next `read` ends the choice.
+        """
+        shown = self.read(TokenBurst(tokens, (), None)).text
+        self.finish, self._first = None, not tokens
+        if sent is not None:
+            self._unsent, self._skipped = shown[sent:], max(0, sent - len(shown))
+        return len(shown)
+
     def cancel(self) -> TextDelta:
         """End the choice as cancelled; the delta has the text held back."""
         self.finish = FinishReason.ABORT
@@ -123,7 +139,15 @@ class ChoiceReader:
         rescheduled: RescheduledAttempt | None = None,
     ) -> TextDelta:
         first, self._first = self._first, False
+        if rescheduled is None and (self._unsent or self._skipped):
+            text = self._without_sent(text)
         return TextDelta(self.index, text, tokens, logprobs, offsets, self.finish, first, rescheduled)
+
+    def _without_sent(self, text: str) -> str:
+        text, self._unsent = self._unsent + text, ""
+        skipped = min(self._skipped, len(text))
+        self._skipped -= skipped
+        return text[skipped:]
 
     def _shown(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
         """The tokens whose text is shown: without a final stop token."""

@@ -23,6 +23,7 @@ class FaultKind(StrEnum):
     KILL_ENGINE = "kill -9, engine only"
     STOP = "SIGSTOP"
     STOP_ENGINE = "SIGSTOP, engine only"
+    HANG_ENGINE = "SIGSTOP for good, engine only"
     DRAIN = "drain"
     RESTART = "SIGTERM"
     CUT = "connection cut"

@@ -42,7 +42,7 @@ def inject(kind: FaultKind, victim: SeenInstance) -> None:
             case FaultKind.STOP:
                 for pid in (engine_of(victim.pid), victim.pid):
                     os.kill(pid, signal.SIGSTOP)
-            case FaultKind.STOP_ENGINE:
+            case FaultKind.STOP_ENGINE | FaultKind.HANG_ENGINE:
                 os.kill(engine_of(victim.pid), signal.SIGSTOP)
             case FaultKind.RESTART:
                 os.kill(victim.pid, signal.SIGTERM)

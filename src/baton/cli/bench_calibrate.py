@@ -101,7 +101,7 @@ def _measure(console: Console, settings: EngineSettings, budget_s: float, quick:
     with progress_bar(console) as bar:
         task = bar.add_task("loading the model", total=None)
         # The same call as in the engine process, so that threads and kernels are those that serve.
-        executor, _ = build_executor(settings)
+        executor = build_executor(settings).executor
         try:
             trials = make_grid(executor, settings.step_tokens, quick)
             bar.update(task, total=len(trials), description="warming up")

@@ -16,6 +16,7 @@ COMMANDS = {
     "drain": "baton.cli.drain:drain",
     "chat": "baton.cli.chat:chat",
     "chaos": "baton.cli.chaos:chaos",
+    "replay": "baton.cli.replay:replay",
     "bench": "baton.cli.bench:bench_app",
     "sim": "baton.cli.sim:sim_app",
     "store": "baton.cli.store:store_app",

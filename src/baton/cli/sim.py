@@ -10,6 +10,7 @@ COMMANDS = {
     "run": "baton.cli.sim_run:run",
     "fuzz": "baton.cli.sim_fuzz:fuzz",
     "replay": "baton.cli.sim_fuzz:replay",
+    "ledger": "baton.cli.sim_ledger:ledger_app",
 }
 
 sim_app = typer.Typer(cls=loading(COMMANDS), no_args_is_help=True, add_completion=False)

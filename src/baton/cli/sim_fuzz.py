@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import time
 from collections import Counter
 from dataclasses import fields
 from pathlib import Path
@@ -16,23 +15,28 @@ from rich.table import Table
 from baton.cli.bench_screen import progress_bar, refuse, wide_console
 from baton.core.config import WorkerConfig
 from baton.sim.faults import CLASSES
-from baton.sim.fuzz import EVERY_FAULT, EVERY_MOVE, FuzzTotals, ShardDied, ShrunkWorld, cores, run_many, shrink
+from baton.sim.fuzz import EVERY_FAULT, EVERY_MOVE, FuzzTotals, ShardDied, ShrunkWorld, cores, shrink
+from baton.sim.fuzz_range import EVERYTHING_FIRES_FROM, RANDOM, NotASeed, first_seed_of, run_range, write_report
 from baton.sim.fuzzed_run import WorldVerdict, run_seed
 from baton.sim.scenario import ScenarioTrim, draw_scenario
 from baton.sim.shard import SeedReport
 
 STORY_LINES = 120
-EVERYTHING_FIRES_FROM = 1000
-"""From this many seeds on, a fault or transition that never happened is an error."""
 
 Seeds = Annotated[int, typer.Option(min=1, max=10_000_000, help="How many worlds to run.")]
-FirstSeed = Annotated[int, typer.Option(min=0, help="The seed of the first; the others follow.")]
+FirstSeed = Annotated[
+    str, typer.Option(metavar="SEED", help="The seed of the first, or `random`, which is printed; the others follow.")
+]
 Minutes = Annotated[
     float | None, typer.Option(min=0.01, help="Run for so long, however many seeds that is; --seeds is then not asked.")
 ]
 Jobs = Annotated[int | None, typer.Option(min=1, max=256, help="Processes at once. Default: one a core.")]
 StoryFile = Annotated[Path | None, typer.Option("--story", dir_okay=False, help="Write the whole story of a failure here.")]
 Shrinks = Annotated[bool, typer.Option("--shrink/--no-shrink", help="Look for the smallest world that still fails.")]
+KeepGoing = Annotated[bool, typer.Option("--keep-going", help="Go on after a broken law, and report all of them.")]
+ReportFile = Annotated[
+    Path | None, typer.Option("--report", dir_okay=False, help="Write the range's report here, for `baton sim ledger add`.")
+]
 Seed = Annotated[int, typer.Argument(min=0, help="The seed of the world.")]
 Faults = Annotated[str | None, typer.Option(help=f"Only these faults, by comma: {', '.join(CLASSES)}. Default: as drawn.")]
 Requests = Annotated[str | None, typer.Option(help="Only these requests, as 3,7,12-15. Default: all.")]
@@ -42,11 +46,13 @@ Instances = Annotated[int | None, typer.Option(min=1, max=64, help="So many inst
 
 def fuzz(
     seeds: Seeds = 2000,
-    first_seed: FirstSeed = 0,
+    first_seed: FirstSeed = "0",
     minutes: Minutes = None,
     jobs: Jobs = None,
     story: StoryFile = None,
     shrinks: Shrinks = True,
+    keep_going: KeepGoing = False,
+    report: ReportFile = None,
 ) -> None:
     """Run simulated clusters with faults until one breaks a law, or all seeds are done.
 
@@ -57,32 +63,46 @@ def fuzz(
 
     The first seed that fails is shrunk to the smallest world that still
     fails, and told as a story, one line an event.
+
+    From 1,000 seeds on, a fault or transition that never happened is an
+    error as well, unless the first seed was random.
     """
     console = wide_console()
     try:
-        _writable(story)
-    except typer.BadParameter as error:
+        first = first_seed_of(first_seed)
+        _writable("--story", story)
+        _writable("--report", report)
+    except (NotASeed, typer.BadParameter) as error:
         raise refuse(console, error) from error
-    began = time.monotonic()
-    until = None if minutes is None else began + minutes * 60
-    wanted = seeds if until is None else 100_000_000
+    if first_seed == RANDOM:
+        console.print(f"first seed {first}", highlight=False)
     with progress_bar(console) as bar:
-        task = bar.add_task("seeds", total=seeds if until is None else None)
+        task = bar.add_task("seeds", total=seeds if minutes is None else None)
 
         def seen(_report: SeedReport) -> None:
             bar.update(task, advance=1)
 
         try:
-            totals = run_many(first_seed, wanted, jobs or cores(), seen, lambda: until is None or time.monotonic() < until)
+            wanted = seeds if minutes is None else None
+            totals, ran = run_range(first, wanted, minutes, jobs or cores(), seen, keep_going=keep_going)
         except ShardDied as error:
             raise refuse(console, error) from error
-    show_totals(console, totals, time.monotonic() - began)
+    if report is not None:
+        write_report(report, ran)
+    show_totals(console, totals, ran.seconds)
+    _judge(console, totals, first_seed != RANDOM, story, shrinks)
+
+
+def _judge(console: Console, totals: FuzzTotals, everything_fires: bool, story: Path | None, shrinks: bool) -> None:
+    """Tell the first failure; exit with 1 for a broken law, or for what had to happen and never did."""
     failure = totals.first_failure
     if failure is not None:
+        for other in totals.failures:
+            console.print(f"seed {other.seed}: {other.law}; baton sim replay {other.seed}", markup=False, soft_wrap=True)
         _tell_failure(console, failure, story, shrinks)
         raise typer.Exit(1)
     never = totals.never()
-    if never and totals.seeds >= EVERYTHING_FIRES_FROM:
+    if never and everything_fires and totals.seeds >= EVERYTHING_FIRES_FROM:
         console.print(f"[red]never happened in {totals.seeds} seeds: {', '.join(never)}[/red]")
         raise typer.Exit(1)
 
@@ -99,7 +119,7 @@ def replay(
     console = wide_console()
     try:
         trim = ScenarioTrim(_classes(faults), _indices(requests, draw_scenario(seed).asks), instances)
-        _writable(story)
+        _writable("--story", story)
     except typer.BadParameter as error:
         raise refuse(console, error) from error
     verdict = run_seed(seed, trim, tell_story=True, always_audit=True)
@@ -136,14 +156,13 @@ def _indices(text: str | None, there: tuple[int, ...]) -> tuple[int, ...] | None
     return tuple(kept)
 
 
-def _writable(file: Path | None) -> Path | None:
+def _writable(option: str, file: Path | None) -> None:
     """Raise before the run when the file cannot be written."""
     if file is not None:
         try:
             file.open("a").close()
         except OSError as error:
-            raise typer.BadParameter(f"--story {file}: {error.strerror}") from None
-    return file
+            raise typer.BadParameter(f"{option} {file}: {error.strerror}") from None
 
 
 # ── what is printed ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -29,7 +29,7 @@ DECIDED = frozenset(
      "cluster_key_file"]
 )  # fmt: skip
 """Options of `serve` and `router` that `baton up` sets itself."""
-HANDLED = frozenset([*DECIDED, "demo", "threads", "drain_timeout", "config", "api_key", "admin_key", "kv_store"])
+HANDLED = frozenset([*DECIDED, "demo", "threads", "drain_timeout", "config", "api_key", "admin_key", "kv_store", "record"])
 SETTLED = {name.replace("_", "-"): "is not an option of baton up, which settles it for each process" for name in DECIDED}
 SETTLED["port"] += "; the port of the API is 'router-port'"
 OF_THE_ROUTER = frozenset(["host", "max_waiting", "chat_template"])
@@ -68,11 +68,12 @@ def _up(
     if fleet["demo"] and all(source_of(context, name) == "DEFAULT" for name in ("kv_memory", "kv_blocks")):
         to_instances = ("--kv-memory", DEMO_KV, *to_instances)
     quiet = () if "--log-level" in to_instances else QUIET
+    record = _recording(context.params["record"])
     store = context.params["kv_store"] or None
     try:
         _check_model(fleet["model"], context.params)
         plan = FleetPlan(
-            **fleet, serve_options=(*quiet, *to_instances), router_options=to_router,
+            **fleet, serve_options=(*quiet, *record, *to_instances), router_options=(*record, *to_router),
             api_keys=tuple(context.params["api_key"] or ()), admin_key=context.params["admin_key"],
             kv_store=store, cluster_key=_cluster_key(store),
         )  # fmt: skip
@@ -92,6 +93,11 @@ def _check_model(model: str, given: Mapping[str, Any]) -> None:
     check_load_format(model, given["load_format"])
     named = ("device", "dtype", "attention", "batch_invariant", "speculate", "draft_tokens", "ngram_max")
     check_device(EngineSettings("", None, b"", **{name: given[name] for name in named}))
+
+
+def _recording(folder: str | None) -> tuple[str, ...]:
+    """Each process writes a file of its own: what is given here is their folder."""
+    return () if folder is None else ("--record", f"{folder.rstrip(os.sep)}{os.sep}")
 
 
 def _cluster_key(store: str | None) -> str | None:

@@ -58,26 +58,6 @@ class KvLayout:
         text = f"{self.dtype} {self.block_size} {' '.join(map(str, self.layer_bytes))} ".encode()
         return hashlib.blake2b(text + self.fingerprint, digest_size=16).digest()
 
-    def differences(self, other: KvLayout) -> list[str]:
-        """The fields that differ, each with its name and both values, ours first."""
-        found = []
-        if self.fingerprint != other.fingerprint:
-            found.append(f"fingerprint: {self.fingerprint.hex()} here, {other.fingerprint.hex()} there")
-        if self.dtype != other.dtype:
-            found.append(f"dtype: {self.dtype} here, {other.dtype} there")
-        if self.block_size != other.block_size:
-            found.append(f"block_size: {self.block_size} here, {other.block_size} there")
-        return found + self._layer_differences(other)
-
-    def _layer_differences(self, other: KvLayout) -> list[str]:
-        ours, theirs = self.layer_bytes, other.layer_bytes
-        if len(ours) != len(theirs):
-            return [f"layers: {len(ours)} here, {len(theirs)} there"]
-        pairs = enumerate(zip(ours, theirs, strict=True))
-        return [f"bytes of layer {layer}: {ours} here, {theirs} there" for layer, (ours, theirs) in pairs if ours != theirs][
-            :1
-        ]
-
 
 @dataclass
 class KvMemory:

@@ -30,13 +30,15 @@ from baton.core.engine.driver import Answer, WorkerDriver
 from baton.core.engine.gauges import PeerTraffic, StoreTraffic
 from baton.core.engine.orders import ReportChanges
 from baton.core.engine.prefix import PrefixIndex
+from baton.core.engine.watched_worker import WatchedWorker, weight_of
 from baton.core.engine.worker import Event, Launch, StepDone, Tick, Worker
 from baton.core.errors import BatonError
-from baton.core.handover.messages import PeerEffect
+from baton.core.handover.messages import PeerEffect, PeerEvent
 from baton.core.tiers.transfers import StorageEffect
 from baton.executor.contract import Executor
 from baton.kv.store import BadStore
 from baton.node.clock import monotonic_us
+from baton.node.engine_beats import SOCKET_NAME, EngineBeats, LoopProgress
 from baton.node.engine_setup import build_executor, worker_config
 from baton.node.gc_pauses import freeze_gc
 from baton.node.handovers import open_handovers
@@ -44,6 +46,7 @@ from baton.node.inbox import EngineInbox, Item, ThreadFailure
 from baton.node.kv_pool_memory import PoolMemory, blocks_of, layout_of
 from baton.node.kv_storage import KvStorage, describe, open_kv_store
 from baton.node.parent_process import die_with_parent
+from baton.node.recording import ProcessRecorder, close_recorders, dump_on_signal, ignore_dump_signal, open_recorder
 from baton.node.settings import EngineSettings, decode_settings
 from baton.wire.engine_messages import (
     WIRE_VERSION,
@@ -84,6 +87,9 @@ _IPC = "ipc://"
 class PeerOrders(Protocol):
     """Carries out orders that concern peers. Every method returns at once."""
 
+    def before_handling(self, event: PeerEvent) -> None:
+        """The worker is about to handle this."""
+
     def carry_out(self, effect: PeerEffect) -> None: ...
 
     def step_done(self, step: int) -> None: ...
@@ -111,8 +117,12 @@ class EngineLoop:
         handovers: PeerOrders | None = None,
         storage: StorageOrders | None = None,
         now_us: Callable[[], int] = monotonic_us,
+        recorder: ProcessRecorder | None = None,
     ) -> None:
+        self.progress = LoopProgress()
         self._worker = worker
+        self._watched = worker if recorder is None else WatchedWorker(worker, recorder.watch)
+        """The worker, through its recorder."""
         self._executor = executor
         self._socket = socket
         self._inbox = EngineInbox() if inbox is None else inbox
@@ -122,7 +132,7 @@ class EngineLoop:
         """Whether there are hand-overs or storage, whose deadlines run on while a step computes."""
         self._now_us = now_us
         self._driver = WorkerDriver(
-            worker,
+            self._watched,
             now_us,
             launch=self._launch,
             answer=self._answer,
@@ -152,6 +162,7 @@ class EngineLoop:
 
     def turn(self) -> None:
         """Take in what has arrived, plan what is due, then wait for the next event."""
+        self.progress.turns += 1
         self._take_messages()
         for item in self._inbox.take():
             self._handle(self._event(item))
@@ -163,7 +174,9 @@ class EngineLoop:
         elif self._has_services and self._report_us <= now_us:
             self._report(now_us)
         else:
+            self.progress.waits = True
             self._poller.poll(self._poll_timeout_ms(now_us))
+            self.progress.waits = False
 
     def _poll_timeout_ms(self, now_us: int) -> int | None:
         deadlines = (self._driver.wake_us(), self._pulse_us, self._report_us if self._has_services else None)
@@ -181,7 +194,7 @@ class EngineLoop:
 
     def _send_pulse(self, now_us: int) -> None:
         self._pulse_us = now_us + PULSE_US
-        self._send(pulse(self._worker.gauges(), self._driver.steps_in_flight > 0, self._worker.changes(now_us)))
+        self._send(pulse(self._worker.gauges(), self._driver.steps_in_flight > 0, self._watched.changes(now_us)))
 
     def _take_messages(self) -> None:
         for _ in range(MESSAGES_A_TURN):
@@ -206,6 +219,8 @@ class EngineLoop:
         if isinstance(item, ThreadFailure):
             raise item.error
         if not isinstance(item, Future):
+            if self._handovers is not None and isinstance(item, PeerEvent):
+                self._handovers.before_handling(item)
             return item
         done = item.result()  # raises the step's exception
         if self._handovers is not None:
@@ -217,8 +232,11 @@ class EngineLoop:
             self._gauges_changed = True
             self._report_us = min(self._report_us, self._now_us() + GAUGES_US)
         self._driver.handle(event)
+        if type(event) is StepDone:
+            self.progress.settled += 1
 
     def _launch(self, launch: Launch) -> None:
+        self.progress.launched += 1
         self._executor.launch(launch.plan)
         self._collector.submit(self._collect).add_done_callback(self._inbox.put)
 
@@ -229,8 +247,14 @@ class EngineLoop:
         return StepDone(self._executor.collect())
 
     def _send(self, message: FromEngine) -> None:
-        # Blocks at the high-water mark: a front end that does not read pauses the engine instead of filling memory.
-        self._socket.send(encode_from_engine(message))
+        frame = encode_from_engine(message)
+        try:
+            self._socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            # At the high-water mark: a front end that does not read pauses the engine instead of filling memory.
+            self.progress.waits = True
+            self._socket.send(frame)
+            self.progress.waits = False
         if isinstance(message, StepOutput):
             self._gauges_changed = False
 
@@ -242,7 +266,8 @@ def serve(settings: EngineSettings, socket: zmq.Socket[bytes], closing: contextl
     end_with_threads(inbox)
     store = open_kv_store(settings)  # first: loading a model takes long, and the address may be wrong
     pool = PoolMemory(settings)
-    executor, details = build_executor(settings, pool.allocate)
+    built = build_executor(settings, pool.allocate)
+    executor, details = built.executor, built.details
     config = worker_config(settings, executor.shape, executor.kv.block_bytes)
     prefix = PrefixIndex(settings.prefix_secret, executor.fingerprint, config.blocks)
     worker = Worker(config, prefix, handover_secret=secrets.token_bytes(32))
@@ -263,10 +288,31 @@ def serve(settings: EngineSettings, socket: zmq.Socket[bytes], closing: contextl
         gauges=worker.gauges(),
         fingerprint=executor.fingerprint,
         peer_address="" if handovers is None else handovers.address,
+        tried_step_us=built.tried_step_us,
     )
+    recorder = open_recorder("engine", settings.name, worker, worker.hashes, weight_of, settings)
+    if recorder is not None:
+        dump_on_signal(recorder)
+        closing.callback(recorder.close)
+    loop = EngineLoop(worker, executor, socket, inbox, handovers, storage, recorder=recorder)
+    beats = EngineBeats(f"{_folder_of(settings)}/{SOCKET_NAME}", loop.progress)
+    closing.callback(beats.close)
     socket.send(encode_from_engine(ready))
     freeze_gc()
-    EngineLoop(worker, executor, socket, inbox, handovers, storage).run()
+    beats.start()
+    try:
+        loop.run()
+    except Exception as error:
+        if recorder is not None:
+            recorder.failed(error)
+        raise
+
+
+def _folder_of(settings: EngineSettings) -> Path:
+    """The front end's private folder, with its sockets."""
+    if not settings.endpoint.startswith(_IPC):
+        raise BadConfig(f"the endpoint {settings.endpoint!r} is no socket in a folder")
+    return Path(settings.endpoint.removeprefix(_IPC)).parent
 
 
 def end_with_threads(inbox: EngineInbox) -> None:
@@ -285,17 +331,17 @@ def _exit_with_front_end(folder: Path) -> None:
     # Not through sys.stdin: its lock would be held when the main thread ends the process for another reason.
     while os.read(sys.stdin.fileno(), 4096):
         pass
+    close_recorders()
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(EXIT_NO_PARENT)
 
 
 def main() -> None:
     die_with_parent()  # a stopped front end does not close the pipe
+    ignore_dump_signal()
     settings = decode_settings(sys.stdin.buffer.readline())
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    if not settings.endpoint.startswith(_IPC):
-        raise BadConfig(f"the endpoint {settings.endpoint!r} is no socket in a folder")
-    folder = Path(settings.endpoint.removeprefix(_IPC)).parent
+    folder = _folder_of(settings)
     tempfile.tempdir = str(folder)  # the front end's private folder, removed with it: this process may end abruptly
     threading.Thread(target=_exit_with_front_end, args=(folder,), daemon=True).start()
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)

@@ -124,6 +124,11 @@ class EngineClient:
         """End every open request now."""
         self._die(reason)
 
+    def order_dump(self) -> None:
+        """Have the engine write its last decisions to a file. Before it is ready, there are none."""
+        if self._ready.done():
+            self._process.order_dump()
+
     async def wait_dead(self) -> str:
         await self._dead.wait()
         return self._death or ""
@@ -174,8 +179,17 @@ class EngineClient:
 
     @property
     def silent_us(self) -> int:
-        """Microseconds since the engine's last message."""
+        """Microseconds since the engine's last message or beat."""
         return self._process.silent_us
+
+    @property
+    def runs(self) -> bool:
+        """Whether the process of a silent engine uses a CPU or waits for one."""
+        return self._process.runs
+
+    @property
+    def stall_limit_us(self) -> int:
+        return self._process.stall_limit_us
 
     async def wait_idle(self) -> None:
         """Wait until no request and no hand-over to a peer is open, and no KV is being copied to or from host memory or the

@@ -1,13 +1,16 @@
-"""The engine's child process as the front end holds it: its socket, the messages queued for it, its exit.
+"""The engine's child process as the front end holds it: its sockets, the messages queued for it, its beats, its exit.
 
-Messages of the engine go to `on_message`, in order. `on_end` gets the reason when the process exits unasked, or when talking
-to it fails; it may be called more than once. All methods run on one event loop.
+Messages of the engine go to `on_message`, in order. `on_end` gets the reason when the process exits unasked, when it stalls
+(`core/engine/progress_watch.py` decides that; the process is then killed), or when talking to it fails; it may be called
+more than once. All methods run on one event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
+import socket
 import sys
 import tempfile
 from collections.abc import Callable
@@ -19,18 +22,28 @@ import zmq
 import zmq.asyncio
 
 from baton.api.engine import EngineDead
+from baton.core.engine.progress_watch import LOOK_US, EngineBeat, ProgressWatch
 from baton.node.clock import monotonic_us
 from baton.node.engine import QUEUED_MESSAGES_MAX
+from baton.node.engine_beats import SOCKET_NAME
+from baton.node.process_activity import ProcessActivity
+from baton.node.recording import DUMP_SIGNAL
 from baton.node.settings import EngineSettings
-from baton.wire.engine_messages import FromEngine, decode_from_engine
+from baton.wire.engine_messages import FromEngine, ReadyMessage, decode_beat, decode_from_engine
+
+log = logging.getLogger("baton.engine")
 
 KILL_AFTER_S = 5.0
+KILL_STALLED_AFTER_S = 0.5
+"""Seconds that a stalled engine has for what `on_stall` asks of it, such as a record of its last events."""
 
 
 class EngineProcess:
     def __init__(
         self, settings: EngineSettings, on_message: Callable[[FromEngine], None], on_end: Callable[[str], None]
     ) -> None:
+        self.on_stall: Callable[[str], None] = lambda _reason: None
+        """Called with the reason when the engine stalls, after its requests have ended and before it is killed."""
         self._folder = Path(tempfile.mkdtemp(prefix="baton-"))  # mode 0700: no other user reaches the socket
         self._settings = replace(settings, endpoint=f"ipc://{self._folder}/engine")
         self._on_message = on_message
@@ -41,14 +54,19 @@ class EngineProcess:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
         """Frames for the engine, in order. Unbounded: stops and cancels are never refused."""
-        self._last_message_us = monotonic_us()
+        self._progress = ProgressWatch(settings.stall_us)
+        self._activity: ProcessActivity | None = None
         self._process: asyncio.subprocess.Process | None = None
+        self._beats: asyncio.DatagramTransport | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
 
     async def start(self) -> None:
         """Start the process; its ReadyMessage says when it serves."""
         self._socket.bind(self._settings.endpoint)
+        self._beats, _ = await asyncio.get_running_loop().create_datagram_endpoint(
+            lambda: _BeatReader(self._beaten), local_addr=f"{self._folder}/{SOCKET_NAME}", family=socket.AF_UNIX
+        )
         self._process = process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "baton.node.engine", stdin=asyncio.subprocess.PIPE, start_new_session=True
         )
@@ -56,7 +74,9 @@ class EngineProcess:
             raise EngineDead("the engine process has no standard input")
         process.stdin.write(msgspec.json.encode(self._settings) + b"\n")
         await process.stdin.drain()
-        self._tasks = [asyncio.create_task(work) for work in (self._receive(), self._send_all(), self._watch(process))]
+        self._activity = ProcessActivity(process.pid)
+        works = (self._receive(), self._send_all(), self._watch(process), self._watch_progress(process))
+        self._tasks = [asyncio.create_task(work) for work in works]
         for task in self._tasks:
             task.add_done_callback(self._on_task_end)
 
@@ -68,6 +88,8 @@ class EngineProcess:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._beats is not None:
+            self._beats.close()
         self._socket.close()
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -76,6 +98,11 @@ class EngineProcess:
         """Send without waiting."""
         self._outbox.put_nowait(frame)
 
+    def order_dump(self) -> None:
+        """Have the engine write its last decisions to a file."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.send_signal(DUMP_SIGNAL)
+
     @property
     def is_behind(self) -> bool:
         """Whether so many messages are queued that submissions are refused."""
@@ -83,8 +110,18 @@ class EngineProcess:
 
     @property
     def silent_us(self) -> int:
-        """Microseconds since the engine's last message."""
-        return monotonic_us() - self._last_message_us
+        """Microseconds since the engine's last message or beat, less those in which this process stood still."""
+        return self._progress.silent_us(monotonic_us())
+
+    @property
+    def runs(self) -> bool:
+        """Whether a silent engine's process uses a CPU or waits for one, as far as the system tells."""
+        return self._activity is None or self._activity.runs()
+
+    @property
+    def stall_limit_us(self) -> int:
+        """Time after which a step that has not ended is a stall."""
+        return self._progress.limit_us
 
     async def _send_all(self) -> None:
         while True:
@@ -93,8 +130,33 @@ class EngineProcess:
     async def _receive(self) -> None:
         while True:
             message = decode_from_engine(await self._socket.recv())
-            self._last_message_us = monotonic_us()
+            if isinstance(message, ReadyMessage):
+                self._progress.ready(message.tried_step_us, monotonic_us())
+            self._spoke(monotonic_us())
             self._on_message(message)
+
+    def _spoke(self, now_us: int) -> None:
+        self._progress.heard(now_us)
+        if self._activity is not None:
+            self._activity.spoke()
+
+    def _beaten(self, beat: EngineBeat) -> None:
+        now_us = monotonic_us()
+        self._progress.beaten(beat, now_us)
+        self._spoke(now_us)
+
+    async def _watch_progress(self, process: asyncio.subprocess.Process) -> None:
+        while (stall := self._progress.look(monotonic_us())) is None:  # noqa: ASYNC110  who is silent tells nobody
+            await asyncio.sleep(LOOK_US / 1e6)
+        if self._stopping or process.returncode is not None:
+            return
+        log.error("the engine is stalled: %s", stall)
+        self._on_end(f"it stalled and was killed: {stall}")
+        self._stopping = True  # its exit is no further news
+        self.on_stall(stall)
+        await asyncio.sleep(KILL_STALLED_AFTER_S)
+        if process.returncode is None:
+            process.kill()  # also ends a process that is stopped
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         code = await process.wait()
@@ -117,3 +179,11 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
     except TimeoutError:
         process.kill()
         await process.wait()
+
+
+class _BeatReader(asyncio.DatagramProtocol):
+    def __init__(self, on_beat: Callable[[EngineBeat], None]) -> None:
+        self._on_beat = on_beat
+
+    def datagram_received(self, data: bytes, addr: object) -> None:  # noqa: ARG002
+        self._on_beat(decode_beat(data))

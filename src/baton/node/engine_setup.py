@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,11 +34,20 @@ SCRIPTED_LAYERS = 4
 RENEWALS_A_LEASE = 4
 
 
-def build_executor(settings: EngineSettings, allocate: Allocate = zeroed) -> tuple[Executor, str]:
-    """The configured executor, and a line about it for the operator."""
+@dataclass(frozen=True, slots=True)
+class BuiltExecutor:
+    executor: Executor
+    details: str
+    """A line about it for the operator."""
+    tried_step_us: int = 0
+    """The longest step, as far as it was tried; 0: not tried."""
+
+
+def build_executor(settings: EngineSettings, allocate: Allocate = zeroed) -> BuiltExecutor:
+    """The configured executor."""
     proposer = build_proposer(settings)  # first: loading a model takes long, and the settings may be wrong
     if settings.model_folder is None:
-        return _scripted(settings, allocate), "scripted executor, no model"
+        return BuiltExecutor(_scripted(settings, allocate), "scripted executor, no model", round(settings.step_ms * 1000))
     device = choose_device(settings, find_devices())
     if settings.threads is not None:
         import torch
@@ -46,11 +55,12 @@ def build_executor(settings: EngineSettings, allocate: Allocate = zeroed) -> tup
         torch.set_num_threads(settings.threads)
     folder = Path(settings.model_folder)
     build = _on_cuda if device is DeviceChoice.CUDA else partial(_on_cpu, allocate=allocate)
-    executor, details = build(settings, folder, proposer)
-    return executor, f"{settings.dtype} on {details}" + (f", {proposer}" if settings.burst > 1 else "")
+    built = build(settings, folder, proposer)
+    details = f"{settings.dtype} on {built.details}" + (f", {proposer}" if settings.burst > 1 else "")
+    return replace(built, details=details)
 
 
-def _on_cpu(settings: EngineSettings, folder: Path, proposer: DraftProposer, allocate: Allocate) -> tuple[Executor, str]:
+def _on_cpu(settings: EngineSettings, folder: Path, proposer: DraftProposer, allocate: Allocate) -> BuiltExecutor:
     # Imported here because torch takes seconds, and the scripted executor must not pay for it.
     from baton.executor.cpu.executor import TorchCpuExecutor
 
@@ -67,10 +77,10 @@ def _on_cpu(settings: EngineSettings, folder: Path, proposer: DraftProposer, all
         burst=settings.burst,
         proposer=proposer,
     )
-    return executor, "CPU"
+    return BuiltExecutor(executor, "CPU", executor.try_step(settings.step_tokens))
 
 
-def _on_cuda(settings: EngineSettings, folder: Path, proposer: DraftProposer) -> tuple[Executor, str]:
+def _on_cuda(settings: EngineSettings, folder: Path, proposer: DraftProposer) -> BuiltExecutor:
     # Imported here because it imports triton, which is not installed everywhere.
     from baton.executor.cuda.executor import TorchCudaExecutor
 
@@ -88,7 +98,7 @@ def _on_cuda(settings: EngineSettings, folder: Path, proposer: DraftProposer) ->
         attention=settings.attention,
         batch_invariant=settings.batch_invariant,
     )
-    return executor, executor.details
+    return BuiltExecutor(executor, executor.details)
 
 
 def build_proposer(settings: EngineSettings) -> DraftProposer:

@@ -14,12 +14,12 @@ import time
 from baton.core.config import ROLES
 from baton.core.engine.gauges import PeerTraffic
 from baton.core.handover.faults import PdStage
-from baton.core.handover.messages import AttemptFailed, HandoverMade, PeerEffect, Tell
+from baton.core.handover.messages import AttemptFailed, HandoverMade, PeerEffect, PeerEvent, Tell
 from baton.executor.contract import Executor
 from baton.node.inbox import EngineInbox
 from baton.node.kv_pool_memory import PoolMemory
 from baton.node.kv_transfers import KvTransfers
-from baton.node.peer_session import LocalInstance
+from baton.node.peer_connection import LocalInstance
 from baton.node.peers import PeerConnections, listen
 from baton.node.settings import DEFAULT_PEER_PORT, EngineSettings
 
@@ -34,6 +34,10 @@ class HandoverService:
         """For the operator: where peers connect, or which peers we connect to."""
         self._peers = peers
         self._transfers = transfers
+
+    def before_handling(self, event: PeerEvent) -> None:
+        """The worker is about to handle this."""
+        self._peers.before_handling(event)
 
     def carry_out(self, effect: PeerEffect) -> None:
         match effect:

@@ -6,7 +6,6 @@ one is made and kept in the cache folder, readable by this user alone. Beyond lo
 
 from __future__ import annotations
 
-import hashlib
 import ipaddress
 import logging
 from collections.abc import Iterable
@@ -16,6 +15,7 @@ from baton.core.config import ROLES, PrefillPath
 from baton.core.errors import BatonError
 from baton.node.secrets import kept_secret
 from baton.node.settings import EngineSettings
+from baton.wire.keyfile import key_of_text
 
 log = logging.getLogger("baton.node")
 
@@ -127,7 +127,7 @@ def key_for(hosts: Iterable[str], text: str | None, file: str | None, folder: Pa
     if text is not None:
         if len(text) < KEY_CHARS_MIN:
             raise BadPairing(f"the cluster key has {len(text)} characters; it needs at least {KEY_CHARS_MIN}")
-        return hashlib.blake2b(text.encode(), digest_size=32, person=b"baton-cluster").digest()
+        return key_of_text(text)
     for host in hosts:
         if not is_loopback(host):
             raise BadPairing(

@@ -19,14 +19,15 @@ import time
 from collections import Counter
 from typing import Protocol
 
-from baton.core.config import ROLES
 from baton.core.errors import BatonError
-from baton.core.handover.messages import Heard, PeerId, PeerLost, PeerMessage, PeerOpened
-from baton.kv.transfer_contract import KvLayout
+from baton.core.handover.messages import Heard, PeerEvent, PeerId, PeerLost, PeerMessage, PeerOpened
+from baton.node.clock import monotonic_us
 from baton.node.inbox import EngineInbox, ThreadFailure
-from baton.node.peer_session import CONNECT_S, LocalInstance, PeerSession, SessionEnd, SessionFault, SessionStage
-from baton.node.sealed_connection import ConnectionFault
+from baton.node.peer_connection import CONNECT_S, LocalInstance, PeerConnection
 from baton.wire.peer_messages import Register
+from baton.wire.peer_session import KnownSessions, SessionEnd, SessionFault, SessionStage, unfit_reason
+from baton.wire.retry_pauses import RetryConfig, RetryPauses
+from baton.wire.sealed_stream import ConnectionFault
 
 log = logging.getLogger("baton.peers")
 
@@ -35,7 +36,7 @@ UNREGISTERED_MAX = 64
 SESSIONS_MAX = 256
 INBOX_MAX = 4096
 """Events that the engine loop has not taken; beyond it, the session that adds one is closed."""
-REDIAL_S, REDIAL_S_MAX = 0.05, 2.0
+REDIAL = RetryConfig(first_us=50_000, longest_us=2_000_000, held_us=2_000_000)
 SAME_REFUSAL_S = 60.0
 """Seconds between two log lines of the same refusal."""
 
@@ -85,12 +86,14 @@ class PeerConnections:
         self._first_addresses = addresses
         self._failure: BaseException | None = None
         """The error of a connection task that ended though none should."""
-        self._unregistered: dict[PeerSession, None] = {}
+        self._unregistered: dict[PeerConnection, None] = {}
         """Accepted connections that have not registered, oldest first."""
-        self._sessions: dict[PeerId, PeerSession] = {}
+        self._sessions: dict[PeerId, PeerConnection] = {}
         self._last_logged: dict[str, str] = {}
         """By address: the last reason logged."""
         self._logged_s: dict[str, float] = {}
+        self._known = KnownSessions()
+        """Written on both threads, one end each."""
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="baton-peers", daemon=True)
@@ -99,8 +102,12 @@ class PeerConnections:
     # ── for the engine loop ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def send(self, peer: PeerId, message: PeerMessage) -> None:
-        """Send a message, after all earlier ones. To a lost peer nothing is sent; its PeerLost is on the way."""
-        self._loop.call_soon_threadsafe(self._send, peer, message)
+        """Send a message, after all earlier ones. In a session that is over nothing is sent; its PeerLost is on the way."""
+        self._loop.call_soon_threadsafe(self._send, peer, self._known.of(peer), message)
+
+    def before_handling(self, event: PeerEvent) -> None:
+        """The worker is about to handle this: what it says from here on belongs to the session that it then knows."""
+        self._known.handles(event)
 
     def connect_to(self, addresses: tuple[str, ...]) -> None:
         """Connect to these addresses from now on and end sessions with all others."""
@@ -141,7 +148,7 @@ class PeerConnections:
     async def _accept(self) -> None:
         if self._listener is not None:
             server = await self._loop.create_server(
-                lambda: PeerSession(self._local, self, None).connection, sock=self._listener
+                lambda: PeerConnection(self._local, self, None).connection, sock=self._listener
             )
             await server.serve_forever()
         await self._until_stopped()
@@ -149,9 +156,9 @@ class PeerConnections:
     async def _until_stopped(self) -> None:
         await self._stop.wait()
 
-    def _send(self, peer: PeerId, message: PeerMessage) -> None:
+    def _send(self, peer: PeerId, number: int | None, message: PeerMessage) -> None:
         session = self._sessions.get(peer)
-        if session is not None:
+        if session is not None and session.number == number:
             session.send(message)
 
     def _connect_to(self, addresses: tuple[str, ...]) -> None:
@@ -180,20 +187,19 @@ class PeerConnections:
 
     async def _dial(self, address: str) -> None:
         host, _, port = address.rpartition(":")
-        pause_s = REDIAL_S
+        pauses = RetryPauses(REDIAL)
         while True:
-            dialed_s = time.monotonic()
+            dialed_us = monotonic_us()
             end = await self._dial_once(PeerId(address), host.strip("[]"), int(port))
-            held = end.was is SessionStage.OPEN and time.monotonic() - dialed_s > REDIAL_S_MAX
-            pause_s = REDIAL_S if held else min(2 * pause_s, REDIAL_S_MAX)
             if self._last_logged.get(address) != end.reason:
                 self._last_logged[address] = end.reason
                 level = logging.ERROR if end.fault == SessionFault.UNFIT else logging.WARNING
                 log.log(level, "no session with %s: %s; calling again", address, end.reason)
-            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311  so that callers do not come all at once
+            lasted_us = monotonic_us() - dialed_us if end.was is SessionStage.OPEN else 0
+            await asyncio.sleep(pauses.after(lasted_us, random.uniform(0.5, 1.0)) / 1e6)  # noqa: S311
 
     async def _dial_once(self, peer: PeerId, host: str, port: int) -> SessionEnd:
-        session = PeerSession(self._local, self, peer)
+        session = PeerConnection(self._local, self, peer)
         try:
             async with asyncio.timeout(CONNECT_S):
                 await self._loop.create_connection(lambda: session.connection, host, port)
@@ -206,7 +212,7 @@ class PeerConnections:
 
     # ── events of the sessions ───────────────────────────────────────────────────────────────────────────────────────────
 
-    def connected(self, session: PeerSession) -> None:
+    def connected(self, session: PeerConnection) -> None:
         if session.dialed is not None:
             return
         if len(self._unregistered) >= UNREGISTERED_MAX:
@@ -216,48 +222,47 @@ class PeerConnections:
             oldest.close(ConnectionFault.TOO_MANY, "too many connections that have not registered")
         self._unregistered[session] = None
 
-    def transfers_for(self, session: PeerSession) -> tuple[str, ...]:
+    def transfers_for(self, session: PeerConnection) -> tuple[str, ...]:
         return self._transfers.offer(session.peer, session.connection.same_host)
 
-    def unfit(self, session: PeerSession, register: Register) -> str | None:
-        theirs = ROLES.get(register.role)
-        if theirs is None or not ((self._local.role.takes and theirs.gives) or (self._local.role.gives and theirs.takes)):
-            return f"role: {self._local.role.name} here, {register.role} there; one must prefill and the other decode"
-        layout = KvLayout(register.fingerprint, register.dtype, register.block_size, register.layer_bytes)
-        if differences := self._local.layout.differences(layout):
-            return "; ".join(differences)
+    def unfit(self, session: PeerConnection, register: Register) -> str | None:
+        reason = unfit_reason(self._local.registration(), register)
+        if reason is not None:
+            return reason
         if len(self._sessions) >= SESSIONS_MAX and session.peer not in self._sessions:
             return f"{SESSIONS_MAX} peers have sessions already"
         return self._transfers.accept(session.peer, register.transfers)
 
-    def opened(self, session: PeerSession) -> None:
+    def opened(self, session: PeerConnection) -> None:
         self._unregistered.pop(session, None)
         before, self._sessions[session.peer] = self._sessions.get(session.peer), session
         if before is not None:
             before.close(None, "it has opened another session")
         self._last_logged.pop(session.peer, None)
         log.info("session with %s", session.peer)
+        self._known.began(session.number)
         self._inbox.put(PeerOpened(session.peer))
 
-    def received(self, session: PeerSession, message: PeerMessage) -> bool:
+    def received(self, session: PeerConnection, message: PeerMessage) -> bool:
         if len(self._inbox) >= INBOX_MAX:
             return False
         self._inbox.put(Heard(session.peer, message))
         return True
 
-    def ended(self, session: PeerSession, end: SessionEnd) -> None:
+    def ended(self, session: PeerConnection, end: SessionEnd) -> None:
         if end.fault is not None:
             self.refused[end.fault] += 1
         if end.was is SessionStage.OPEN:
             if self._sessions.get(session.peer) is session:
                 del self._sessions[session.peer]
                 self._transfers.forget(session.peer)
+            self._known.ended()
             self._inbox.put(PeerLost(session.peer, end.reason))
         self._unregistered.pop(session, None)
         if session.dialed is None and (end.fault is not None or end.was is SessionStage.OPEN):
             self._log_end(session, end)
 
-    def _log_end(self, session: PeerSession, end: SessionEnd) -> None:
+    def _log_end(self, session: PeerConnection, end: SessionEnd) -> None:
         """Log the end of an accepted connection; each reason at most once per SAME_REFUSAL_S."""
         if end.was is SessionStage.OPEN:
             log.warning("session with %s is over: %s", session.peer, end.reason)

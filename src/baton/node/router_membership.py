@@ -21,25 +21,32 @@ from typing import Protocol
 from baton.core.engine.orders import Accepted
 from baton.core.errors import BatonError
 from baton.node.clock import monotonic_us
-from baton.node.sealed_connection import ConnectionEnd, SealedConnection, connect
+from baton.node.sealed_connection import SealedConnection, connect
 from baton.wire.engine_messages import PrefillPeerAddresses, Pulse, RefusedMessage, StepOutput, ToEngine
+from baton.wire.heartbeats import EngineVitals
 from baton.wire.instance_sessions import InstanceSessions, SessionEffects
+from baton.wire.retry_pauses import RetryConfig, RetryPauses
 from baton.wire.router_messages import FromInstance, Welcome, decode_from_router, encode_membership
+from baton.wire.sealed_stream import ConnectionEnd, StreamConfig
 
 log = logging.getLogger("baton.joining")
 
 CONNECT_S = 1.0
-HANDSHAKE_S = 2.0
-RETRY_S, RETRY_S_MAX = 0.05, 0.5
-GOOD_SESSION_S = 2.0
-"""After a session that lasted this many seconds, the next connection is made at once."""
-REJECTED_RETRY_S, EARLY_RETRY_S, EARLY_RETRIES = 3.0, 0.15, 10
-"""Seconds between attempts after a rejection: the router may be restarted with another model. The first SOON_CALLS come
-sooner: the router may hold an earlier incarnation of this name until it notices its silence."""
-WELCOME_US = 10_000_000
-"""Time that the router has to answer a join; it gives an instance as long to join."""
+ROUTER_STREAM = StreamConfig(handshake_us=2_000_000)
+"""Beats are messages of the membership: the stream has no heartbeat of its own."""
+RETRY = RetryConfig(
+    first_us=50_000,
+    longest_us=500_000,
+    held_us=2_000_000,
+    early_rejections=10,
+    early_rejected_us=150_000,
+    rejected_us=3_000_000,
+)
+"""A router that rejects this instance may be restarted with another model."""
 ENGINE_SILENT_US = 300_000
 """An engine whose pulses are this late is not offered to a router: it would be suspected as soon as it joined."""
+ENGINE_DOUBTED_US = 250_000
+"""Silence of the engine after which the system is asked whether its process runs."""
 TIMER_US = 100_000
 """Interval of the timer where nothing is due before."""
 
@@ -53,6 +60,13 @@ class MembershipEngine(Protocol):
 
     @property
     def silent_us(self) -> int: ...
+
+    @property
+    def runs(self) -> bool:
+        """Whether the process of a silent engine uses a CPU or waits for one."""
+
+    @property
+    def stall_limit_us(self) -> int: ...
 
     def forward(self, message: ToEngine) -> None: ...
 
@@ -88,7 +102,7 @@ class RouterMembership:
         """Of the current session."""
         self._pulses_us: int | None = None
         """Since when the engine sends pulses: it is asked to at the first welcome, and does not stop with the session."""
-        self._opened_us = self._beat_due_us = 0
+        self._beat_due_us = 0
         self._turned_away: str | None = None
         self._fenced: str | None = None
         self._last_logged = ""
@@ -142,8 +156,8 @@ class RouterMembership:
         pass
 
     def opened(self, connection: SealedConnection) -> None:
-        self._connection, self._opened_us = connection, monotonic_us()
-        self._send(self._sessions.opened(self._opened_us))
+        self._connection = connection
+        self._send(self._sessions.opened(monotonic_us()))
 
     def received(self, connection: SealedConnection, frame: bytes) -> None:
         self._carry_out(self._sessions.receive(decode_from_router(frame), monotonic_us()))
@@ -165,6 +179,8 @@ class RouterMembership:
             self._engine.forward(PrefillPeerAddresses(effects.prefill_peers))
         if effects.welcomed is not None:
             self._on_welcome(effects.welcomed)
+        if effects.hang_up is not None and self._connection is not None:
+            self._connection.abort(None, effects.hang_up)
         self._turned_away, self._fenced = effects.turned_away or self._turned_away, effects.fenced or self._fenced
         if effects.drain:
             log.info("the router wants this instance to finish and go")
@@ -189,8 +205,6 @@ class RouterMembership:
             now_us = monotonic_us()
             if self._welcome is not None and self._beat_due_us <= now_us:
                 self._beat(now_us, self._welcome)
-            elif self._connection is not None and self._welcome is None and self._opened_us + WELCOME_US <= now_us:
-                self._connection.abort(None, f"it has not answered the join within {WELCOME_US // 1_000_000} s")
             deadline_us = self._sessions.next_deadline()
             if deadline_us is not None and deadline_us <= now_us:
                 self._carry_out(self._sessions.tick(now_us))
@@ -204,7 +218,10 @@ class RouterMembership:
         if late_us > welcome.beat_us:
             log.warning("a beat was %d ms late: this process was held up", late_us // 1000)
         # While this process was held up it received no pulses: that time is not the engine's silence.
-        beat = self._sessions.beat(None, max(0, self._engine_silent_us(now_us) - late_us), now_us)
+        silent_us = max(0, self._engine_silent_us(now_us) - late_us)
+        # Asked only where it matters: a look takes a while in a process with many threads.
+        runs = silent_us < ENGINE_DOUBTED_US or self._engine.runs
+        beat = self._sessions.beat(None, EngineVitals(silent_us, runs, self._engine.stall_limit_us), now_us)
         if beat is not None:
             self._send([beat])
 
@@ -213,29 +230,24 @@ class RouterMembership:
         return 0 if self._pulses_us is None else min(self._engine.silent_us, now_us - self._pulses_us)
 
     async def _keep_connected(self) -> None:
-        pause_s, rejections = RETRY_S, 0
-        loop = asyncio.get_running_loop()
+        pauses = RetryPauses(RETRY)
         while True:
             await self._wait_for_engine()
-            dialed_s = loop.time()
+            dialed_us = monotonic_us()
             connection = SealedConnection(
                 self._router.cluster_key,
                 f"instance {self._name}",
                 self,
                 connects_to=str(self._router),
-                handshake_s=HANDSHAKE_S,
+                config=ROUTER_STREAM,
             )
             end = await connect(connection, self._router.host, self._router.port, CONNECT_S)
             if self._fenced is not None:
                 raise InstanceFenced(f"the router at {self._router} has fenced this instance: {self._fenced}")
             turned_away, self._turned_away = self._turned_away, None
             self._log_once(end, turned_away)
-            pause_s = RETRY_S if loop.time() - dialed_s > GOOD_SESSION_S else min(2 * pause_s, RETRY_S_MAX)
-            rejections = 0 if turned_away is None else rejections + 1
-            if rejections:
-                pause_s = EARLY_RETRY_S if rejections <= EARLY_RETRIES else REJECTED_RETRY_S
-            # Jittered, so that the instances of a fleet do not reconnect all at once.
-            await asyncio.sleep(random.uniform(0.5, 1.0) * pause_s)  # noqa: S311
+            lasted_us, share = monotonic_us() - dialed_us, random.uniform(0.5, 1.0)  # noqa: S311
+            await asyncio.sleep(pauses.after(lasted_us, share, rejected=turned_away is not None) / 1e6)
 
     async def _wait_for_engine(self) -> None:
         if self._engine_silent_us(monotonic_us()) > ENGINE_SILENT_US:

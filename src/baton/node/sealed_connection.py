@@ -4,10 +4,11 @@
     Listener          accepts connections, bounds those that have proved nothing, counts and logs refusals
     connect           one attempt to connect, until the connection ends
 
-Owns the socket and its unsent data. Promises that no frame is passed on before the other side has proved that it holds the
-key, that an opened connection ends exactly once, and that an invalid frame ends the connection and nothing else. Everything
-is bounded: a frame, the data that the other side leaves unread, the time of a handshake or of a graceful close. Runs on the
-caller's event loop.
+Owns the socket and its unsent data; the rules of a connection are those of `wire.sealed_stream`, which is driven here with
+asyncio and in the simulator with a simulated network. Promises that no frame is passed on before the other side has proved
+that it holds the key, that an opened connection ends exactly once, and that an invalid frame ends the connection and nothing
+else. Everything is bounded: a frame, the data that the other side leaves unread, the time of a handshake or of a graceful
+close. Runs on the caller's event loop.
 """
 
 from __future__ import annotations
@@ -19,51 +20,29 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
-from enum import Enum, StrEnum
 from typing import Protocol, cast
 
-from baton.wire.engine_messages import FRAME_BYTES_MAX, WireError
-from baton.wire.seal import NONCE_BYTES, OVERHEAD_BYTES, Seal, SealBroken
+from baton.node.clock import monotonic_us
+from baton.wire.engine_messages import WireError
+from baton.wire.seal import NONCE_BYTES, SealSide
+from baton.wire.sealed_stream import (
+    AcceptedStreams,
+    ConnectionEnd,
+    ConnectionFault,
+    ConnectionStage,
+    SealedStream,
+    StreamConfig,
+)
 
 log = logging.getLogger("baton.line")
 
-HANDSHAKE_S = 5.0
+STREAM = StreamConfig()
 CLOSE_S = 1.0
 """Seconds that a graceful close waits for the other side to read."""
-UNREAD_BYTES_MAX = FRAME_BYTES_MAX + (64 << 20)
-"""Bytes written and not read by the other side; more than any one frame."""
 UNACKNOWLEDGED_MS = 3000
 """Milliseconds without a TCP acknowledgement after which the other machine counts as gone."""
-UNPROVED_MAX = 64
-"""Accepted connections that have proved nothing yet; beyond it the oldest is closed."""
-CONNECTIONS_MAX = 256
 SAME_REFUSAL_S = 60.0
 """Seconds between two log lines of a refusal for the same reason."""
-
-
-class ConnectionFault(StrEnum):
-    """Why a connection ended abnormally, besides the faults of the seal."""
-
-    MALFORMED = "malformed_message"
-    TOO_LATE = "too_late"
-    """It did not prove itself in time."""
-    NOT_READING = "not_reading"
-    TOO_MANY = "too_many"
-
-
-class ConnectionStage(Enum):
-    UNPROVED = "stranger"
-    OPEN = "open"
-    OVER = "over"
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectionEnd:
-    was: ConnectionStage
-    fault: str | None
-    """A SealFault or ConnectionFault, where the other side is at fault."""
-    reason: str
 
 
 class ConnectionEvents(Protocol):
@@ -90,18 +69,17 @@ class SealedConnection(asyncio.Protocol):
         events: ConnectionEvents,
         *,
         connects_to: str | None = None,
-        handshake_s: float = HANDSHAKE_S,
-        frame_bytes_max: int = FRAME_BYTES_MAX,
+        config: StreamConfig = STREAM,
     ) -> None:
         """`connects_to` is the address we connect to, for the log; None when we accept."""
-        make = Seal.accept if connects_to is None else Seal.connect
-        self._seal = make(key, name, secrets.token_bytes(NONCE_BYTES), frame_bytes_max)
-        self._frame_bytes_max = frame_bytes_max
+        side = SealSide.ACCEPTOR if connects_to is None else SealSide.CONNECTOR
+        self._stream = SealedStream(side, key, name, secrets.token_bytes(NONCE_BYTES), config)
         self._events = events
-        self._handshake_s = handshake_s
         self._transport: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_us = 0
+        self._is_over = False
         self._is_initiator = connects_to is not None
-        self.stage = ConnectionStage.UNPROVED
         self.where = connects_to or ""
         """For the log: the remote address, or the one we connect to."""
         self.same_host = False
@@ -112,7 +90,7 @@ class SealedConnection(asyncio.Protocol):
     @property
     def peer(self) -> str:
         """The name of the other side, once it has proved that it holds the key."""
-        return self._seal.peer_name
+        return self._stream.peer
 
     # ── called by the event loop ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -124,32 +102,28 @@ class SealedConnection(asyncio.Protocol):
         self.same_host = bool(ours and theirs and ours[0] == theirs[0])
         if not self._is_initiator and theirs:
             self.where = f"{theirs[0]}:{theirs[1]}"
-        asyncio.get_running_loop().call_later(self._handshake_s, self._on_handshake_timeout)
+        self._stream.begin(monotonic_us())
         self._events.connected(self)
-        self._write(self._seal.outgoing())
+        self._write()
 
     def data_received(self, data: bytes) -> None:
-        if self.stage is ConnectionStage.OVER:
-            return
+        received = self._stream.receive(data, monotonic_us())
+        self._write()
         try:
-            frames = self._seal.take(data)
-            self._write(self._seal.outgoing())
-            if self.stage is ConnectionStage.UNPROVED and self._seal.is_open:
-                self.stage = ConnectionStage.OPEN
+            if received.opened:
                 self._events.opened(self)
-            for frame in frames:
-                if self.stage is ConnectionStage.OPEN:  # an earlier frame may have ended it
+            for frame in received.frames:
+                if not self._is_over:  # an earlier frame may have ended it
                     self._events.received(self, frame)
-        except SealBroken as broken:
-            self.abort(broken.fault, str(broken))
         except WireError as error:
             self.abort(ConnectionFault.MALFORMED, str(error))
+        if received.end is not None and self._finish(received.end):
+            self._abort_transport()
 
     def connection_lost(self, error: Exception | None) -> None:
-        reason = "the connection was closed" if error is None else f"the connection broke: {error}"
-        if self.stage is ConnectionStage.UNPROVED:
-            reason += " before the handshake was over (is that the right port, and the cluster key the same on both sides?)"
-        self.abort(None, reason)
+        end = self._stream.end_of_stream(None if error is None else str(error))
+        if end is not None:
+            self._finish(end)
         self.closed.set()
 
     # ── sending and closing ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -159,46 +133,67 @@ class SealedConnection(asyncio.Protocol):
 
         Raises WireError where one of them is too large; none is sent then.
         """
-        if self.stage is not ConnectionStage.OPEN:
-            return
-        frames = list(frames)
-        for frame in frames:
-            if len(frame) > self._frame_bytes_max:  # before any is sealed: a numbered frame must be sent
-                raise WireError(f"a frame of {len(frame)} bytes is over the limit of {self._frame_bytes_max}")
-        self._write(b"".join(map(self._seal.seal, frames)))
+        if not self._is_over:
+            self._stream.send(list(frames), monotonic_us())
+            self._write()
 
     def abort(self, fault: str | None, reason: str) -> None:
         """Close at once; written data may be lost."""
-        if self._finish(fault, reason) and self._transport is not None:
-            self._transport.abort()
+        end = self._stream.end(fault, reason)
+        if end is not None and self._finish(end):
+            self._abort_transport()
 
     def close(self, reason: str, fault: str | None = None) -> None:
-        """Close after the other side has read what was written, or after PARTING_S. Nothing more is received."""
-        transport = self._transport
-        if self._finish(fault, reason) and transport is not None:
+        """Close after the other side has read what was written, or after CLOSE_S. Nothing more is received."""
+        transport, end = self._transport, self._stream.end(fault, reason)
+        if end is not None and self._finish(end) and transport is not None:
             # Half-close: closing with unread input would make the other side discard our last frames.
             if transport.can_write_eof() and not transport.is_closing():
                 transport.write_eof()
             asyncio.get_running_loop().call_later(CLOSE_S, transport.abort)
 
-    def _finish(self, fault: str | None, reason: str) -> bool:
-        if self.stage is ConnectionStage.OVER:
+    def _finish(self, end: ConnectionEnd) -> bool:
+        if self._is_over:
             return False
-        end = ConnectionEnd(self.stage, fault, reason)
-        self.stage = ConnectionStage.OVER
+        self._is_over = True
+        if self._timer is not None:
+            self._timer.cancel()
         self._events.ended(self, end)
         self.over.set_result(end)
         return True
 
-    def _write(self, data: bytes) -> None:
-        if data and self._transport is not None and self.stage is not ConnectionStage.OVER:
-            self._transport.write(data)
-            if self._transport.get_write_buffer_size() > UNREAD_BYTES_MAX + OVERHEAD_BYTES:
-                self.abort(ConnectionFault.NOT_READING, f"it has not read {UNREAD_BYTES_MAX >> 20} MiB")
+    def _abort_transport(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
 
-    def _on_handshake_timeout(self) -> None:
-        if self.stage is ConnectionStage.UNPROVED:
-            self.abort(ConnectionFault.TOO_LATE, f"it did not prove itself within {self._handshake_s:g} s")
+    def _write(self) -> None:
+        data, transport = self._stream.output(), self._transport
+        if data and transport is not None and not self._is_over:
+            transport.write(data)
+            end = self._stream.unread(transport.get_write_buffer_size())
+            if end is not None and self._finish(end):
+                transport.abort()
+        self._arm()
+
+    # ── time ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _arm(self) -> None:
+        """A timer that is too early only re-arms itself, so it is moved only for an earlier deadline."""
+        deadline_us = self._stream.next_deadline()
+        if deadline_us is None or self._is_over or (self._timer is not None and self._timer_us <= deadline_us):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_us = deadline_us
+        delay_s = max(0, deadline_us - monotonic_us()) / 1e6
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        end = self._stream.tick(monotonic_us())
+        if end is not None and self._finish(end):
+            self._abort_transport()
+        self._write()
 
 
 def _set_options(connection: socket.socket) -> None:
@@ -232,16 +227,14 @@ class ListenerEvents(Protocol):
 class Listener:
     """Accepts connections."""
 
-    def __init__(self, key: bytes, name: str, events: ListenerEvents, handshake_s: float = HANDSHAKE_S) -> None:
+    def __init__(self, key: bytes, name: str, events: ListenerEvents, config: StreamConfig = STREAM) -> None:
         self.refused: Counter[str] = Counter()
         """Connections that ended through the other side's fault, by fault."""
         self._key = key
         self._name = name
         self._events = events
-        self._handshake_s = handshake_s
-        self._unproved: dict[SealedConnection, None] = {}
-        """Connections that have proved nothing, oldest first."""
-        self._connections: dict[SealedConnection, None] = {}
+        self._config = config
+        self._accepted: AcceptedStreams[SealedConnection] = AcceptedStreams()
         self._server: asyncio.Server | None = None
         self._logged_s: dict[str, float] = {}
 
@@ -252,27 +245,25 @@ class Listener:
         """Accept no more, and close every connection gracefully."""
         if self._server is not None:
             self._server.close()
-        for connection in (*self._unproved, *self._connections):
+        for connection in self._accepted:
             connection.close(reason)
 
     def _new_connection(self) -> SealedConnection:
-        return SealedConnection(self._key, self._name, self, handshake_s=self._handshake_s)
+        return SealedConnection(self._key, self._name, self, config=self._config)
 
     # ── events of the connections ────────────────────────────────────────────────────────────────────────────────────────
 
     def connected(self, connection: SealedConnection) -> None:
-        if len(self._unproved) >= UNPROVED_MAX:
-            # Unproved connections must not keep out one that holds the key: a handshake takes milliseconds.
-            next(iter(self._unproved)).abort(ConnectionFault.TOO_MANY, "too many connections that have proved nothing")
-        self._unproved[connection] = None
+        oldest = self._accepted.accept(connection)
+        if oldest is not None:
+            oldest.abort(ConnectionFault.TOO_MANY, "too many connections that have proved nothing")
 
     def opened(self, connection: SealedConnection) -> None:
-        if len(self._connections) >= CONNECTIONS_MAX:
-            connection.abort(ConnectionFault.TOO_MANY, f"{CONNECTIONS_MAX} lines are open already")
-            return
-        del self._unproved[connection]
-        self._connections[connection] = None
-        self._events.opened(connection)
+        if self._accepted.opened(connection):
+            self._events.opened(connection)
+        else:
+            limit = self._accepted.connections_max
+            connection.abort(ConnectionFault.TOO_MANY, f"{limit} connections are open already")
 
     def received(self, connection: SealedConnection, frame: bytes) -> None:
         self._events.received(connection, frame)
@@ -281,9 +272,7 @@ class Listener:
         if end.fault is not None:
             self.refused[end.fault] += 1
             self._log(connection, end)
-        self._unproved.pop(connection, None)
-        if connection in self._connections:
-            del self._connections[connection]
+        if self._accepted.ended(connection):
             self._events.ended(connection, end)
 
     def _log(self, connection: SealedConnection, end: ConnectionEnd) -> None:

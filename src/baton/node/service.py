@@ -42,12 +42,14 @@ from baton.node.http_server import (
 from baton.node.kv_storage import check_storage
 from baton.node.models import check_load_format, resolve_model
 from baton.node.peer_options import check_pairing, cluster_key, key_for, split_address
+from baton.node.recording import DUMP_SIGNAL
 from baton.node.router_membership import InstanceFenced, RouterAddress, RouterMembership
 from baton.node.scripted_text import write_byte_tokenizer
 from baton.node.secrets import prefix_secret, shared_prefix_secret, store_key
 from baton.node.settings import EngineSettings, InstanceSettings
 from baton.node.torch_import import block_torch_import
 from baton.wire.instance_sessions import InstanceSessions
+from baton.wire.request_proof import ProofChecker
 
 HOST_CHARS_MAX = 32
 DEATH_SHOWN_S = 2.0
@@ -136,6 +138,7 @@ class _Instance:
     async def run(self, listener: socket.socket, text_folder: Path) -> None:
         self._signals.listen()
         engine = EngineClient(self._engine_settings)
+        asyncio.get_running_loop().add_signal_handler(DUMP_SIGNAL, engine.order_dump)
         try:
             await engine.start()
             text = await asyncio.to_thread(load_text, text_folder)
@@ -161,7 +164,9 @@ class _Instance:
 
     async def _serve(self, engine: EngineClient, text: ModelText, listener: socket.socket) -> None:
         metrics = Metrics(engine, self._settings.names[0])
-        http = HttpServer(create_app(engine, text, self._api, metrics))
+        key = self._engine_settings.cluster_key
+        proofs = ProofChecker(key, time.time) if key else None
+        http = HttpServer(create_app(engine, text, self._api, metrics, proofs=proofs))
         serving = http.start(listener)
         freeze_gc()
         self._say(self._banner(engine, listener))

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import msgspec
 
 from baton.core.config import ROLES, HandoverSettings, SchedulerSettings, TierSettings
+from baton.core.engine.progress_watch import STALL_US
 from baton.core.setting import BadConfig, Panel, Setting, Unit
 
 DEFAULT_MODEL = "smollm2"
@@ -99,6 +100,37 @@ Model = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecordSettings:
+    """The flight recorder of an engine or a router."""
+
+    flight_recorder: Annotated[
+        bool,
+        Setting("flight-recorder", Panel.LOG, "Keep the last decisions in memory; write them on a crash or SIGUSR1."),
+    ] = True
+    record: Annotated[
+        str | None,
+        Setting(
+            "record", Panel.LOG, "Write all decisions there, for baton replay: a file, or a folder for one a process.",
+            metavar="FILE",
+        ),
+    ] = None  # fmt: skip
+    record_folder: Annotated[
+        str | None,
+        Setting(
+            "record-folder", Panel.LOG, "Where the last decisions are written. Default: recordings in Baton's cache folder.",
+            metavar="DIR",
+        ),
+    ] = None  # fmt: skip
+    record_tokens: Annotated[
+        bool,
+        Setting(
+            "record-tokens", Panel.LOG, "Real token ids, keys and names in recordings: the text can be read off them.",
+            is_flag=True,
+        ),
+    ] = False  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
 class HttpSettings:
     """Settings that instance and router share: the HTTP address and the log."""
 
@@ -171,7 +203,7 @@ class InstanceSettings(HttpSettings):
 
 
 @dataclass(frozen=True)
-class EngineSettings(SchedulerSettings, HandoverSettings, TierSettings):
+class EngineSettings(SchedulerSettings, HandoverSettings, TierSettings, RecordSettings):
     endpoint: str
     """The address where the front end listens for the engine."""
     model_folder: str | None
@@ -200,6 +232,15 @@ class EngineSettings(SchedulerSettings, HandoverSettings, TierSettings):
         Setting("max-model-len", Panel.MODEL, "Longest sequence, prompt and answer. Default: the model's.", 1),
     ] = None
     step_ms: Annotated[float, Setting("step-ms", Panel.MODEL, "Scripted only: least milliseconds a step.", 0)] = 0.0
+    stall_us: Annotated[
+        int,
+        Setting(
+            "stall-timeout", Panel.API,
+            "Seconds after which a step that has not ended is a stall; never under 20 × the longest step.", 1,
+            unit=Unit.SECONDS, after="drain-timeout",
+        ),
+    ] = STALL_US  # fmt: skip
+    """A stalled engine is killed: `core/engine/progress_watch.py` decides."""
     blocks: Annotated[
         int | None,
         Setting("kv-blocks", Panel.KV, "KV pool in blocks. Default: what --kv-memory holds.", 1, after="block-size"),

@@ -17,9 +17,11 @@ from baton.core.engine.request import Submission
 from baton.core.routing.events import FleetChanged, Session
 from baton.core.routing.identity import RequestNumber
 from baton.node.clock import monotonic_us
-from baton.node.sealed_connection import ConnectionEnd, Listener, SealedConnection
+from baton.node.sealed_connection import Listener, SealedConnection
 from baton.wire.router_messages import TurnedAway, decode_from_instance, encode_membership
 from baton.wire.router_sessions import Act, CloseConnection, RouterSessions, SayToInstance
+from baton.wire.sealed_stream import ConnectionEnd
+from baton.wire.watched_sessions import WatchedSessions
 
 log = logging.getLogger("baton.router")
 
@@ -33,7 +35,11 @@ Watcher = Callable[[Act, int], None]
 
 class InstanceConnections:
     def __init__(
-        self, router_sessions: RouterSessions, cluster_key: bytes, name: str, clock_us: Callable[[], int] = monotonic_us
+        self,
+        router_sessions: RouterSessions | WatchedSessions,
+        cluster_key: bytes,
+        name: str,
+        clock_us: Callable[[], int] = monotonic_us,
     ) -> None:
         self.router_sessions = router_sessions
         self.clock_us = clock_us

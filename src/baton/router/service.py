@@ -39,6 +39,7 @@ from baton.node.http_server import (
     url_of,
 )
 from baton.node.models import mark_of, resolve_model
+from baton.node.recording import DUMP_SIGNAL, close_recorders, ignore_dump_signal, open_recorder
 from baton.node.scripted_text import write_byte_tokenizer
 from baton.node.secrets import shared_prefix_secret
 from baton.node.torch_import import block_torch_import
@@ -50,6 +51,7 @@ from baton.router.fleet_log import FleetEventLog
 from baton.router.instance_connections import InstanceConnections
 from baton.router.settings import RouterProcessSettings
 from baton.wire.router_sessions import RouterSessions
+from baton.wire.watched_sessions import WatchedSessions, weight_of
 
 log = logging.getLogger("baton.router")
 
@@ -110,12 +112,18 @@ class _Process:
         self._signals = StopSignals()
 
     async def run(self, clients: socket.socket, instances: socket.socket, text_folder: Path) -> None:
+        ignore_dump_signal()
         self._signals.listen()
         text = await asyncio.to_thread(load_text, text_folder)
         config = await asyncio.to_thread(self._config, text_folder)
         router = Router(config, shared_prefix_secret(self._key), secrets.randbits(63))
         name = f"{address_of(instances)}"
-        sessions = InstanceConnections(RouterSessions(router, name), self._key, name)
+        router_sessions = RouterSessions(router, name)
+        recorder = open_recorder("router", "", router_sessions, router.hashes, weight_of, self._settings)
+        if recorder is not None:
+            asyncio.get_running_loop().add_signal_handler(DUMP_SIGNAL, recorder.dump_soon, "SIGUSR1")
+        watched = router_sessions if recorder is None else WatchedSessions(router_sessions, recorder.watch)
+        sessions = InstanceConnections(watched, self._key, name)
         state = RouterState(monotonic_us())
         engine = FleetEngine(sessions, state, text.vocabulary)
         metrics = Metrics(engine, self._settings.names[0])
@@ -132,6 +140,7 @@ class _Process:
         http.should_exit = True
         await serving
         sessions.close("this router was stopped")
+        close_recorders()
 
     def _config(self, folder: Path) -> RouterConfig:
         """Instances of another model are rejected even while no other instance has joined."""

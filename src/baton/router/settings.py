@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from baton.core.setting import Panel, Setting
-from baton.node.settings import HttpSettings
+from baton.node.settings import HttpSettings, RecordSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterProcessSettings(HttpSettings):
+class RouterProcessSettings(HttpSettings, RecordSettings):
     """MODEL provides tokeniser and chat template; no weights are loaded."""
 
     admin_key: Annotated[

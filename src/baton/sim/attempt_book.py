@@ -122,7 +122,7 @@ class AttemptBook(RouterWatcher):
         self._life.requests[number].claimed = True
         self._perhaps_over(self._life.requests[number])
 
-    def lost(self, session: Session) -> None:
+    def lost(self, session: Session, now_us: int) -> None:
         """The connection broke, or the router closed it."""
         known = self._life.sessions.pop(session, None)
         if known is None or known.over:
@@ -136,6 +136,8 @@ class AttemptBook(RouterWatcher):
             if placement.ended is None and not placement.called_back and placement.choice.placement is placement:
                 placement.choice.losses += 1
                 placement.choice.turned_down_by = known.name
+                if placement.serial is not None:
+                    placement.request.waits_since_us = now_us
             placement.called_back = True
         self._life.dead.append(known)
 
@@ -152,12 +154,13 @@ class AttemptBook(RouterWatcher):
                     self._ended(session, ended, now_us)
             case HeartbeatMessage():
                 session.sign_us = now_us
-                session.doomed = message.engine_silent_us >= self._config.suspect_us
+                session.doomed = message.engine_silent_us >= self._config.engine_suspect_us(message.engine_runs)
                 session.gauges, session.placed_since = message.gauges, 0
                 self._names(session, message)
                 for serial, count in message.preempted:
                     self._preempted(session.serials.get(serial), count)
             case Accepted(ticket, serials):
+                session.sign_us = now_us
                 attempt = session.tickets.pop(ticket, None)
                 for placement, serial in zip(attempt.placements if attempt is not None else (), serials, strict=False):
                     placement.serial, placement.opened_us = serial, now_us
@@ -167,6 +170,7 @@ class AttemptBook(RouterWatcher):
                     if placement.choice.placement is not placement:  # another instance has reported the choice meanwhile
                         self._life.left_behind.append(placement)
             case RefusedMessage(ticket, code):
+                session.sign_us = now_us
                 attempt = session.tickets.pop(ticket, None)
                 for placement in attempt.placements if attempt is not None else ():
                     placement.called_back = True
@@ -208,7 +212,9 @@ class AttemptBook(RouterWatcher):
         if placement.called_back or choice.placement is not placement:
             return
         choice.bills.append(ended.bill)
+        placement.billed = True
         self._preempted(placement, placement.preemptions + ended.bill.preemptions)
+        placement.request.waits_since_us = now_us
         if ended.reason is FinishReason.RESCHEDULE and ended.fault is not None and ended.fault.code in NO_ROOM:
             if placement.in_place:
                 raise LawBroken(LAST_MOVE, f"{choice.name} was to resume at {session.name}, which ends it: {ended}")
@@ -251,7 +257,7 @@ class AttemptBook(RouterWatcher):
             case DeliverTokens(request, choice, tokens, _, _, outcome):
                 self._delivered(self._life.requests[request], choice, tokens, outcome, now_us)
             case CloseConnection(number):
-                self.lost(number)
+                self.lost(number, now_us)
             case RequestDeclined(request, refusal):
                 self._turned_down(self._life.requests[request], refusal, now_us)
             case UnclaimedFound():
@@ -270,6 +276,7 @@ class AttemptBook(RouterWatcher):
             case Cancel(serial):
                 if serial in session.serials:
                     session.serials[serial].called_back = True
+                    session.serials[serial].request.waits_since_us = now_us
             case StopAt(serial):
                 if serial in session.serials:
                     session.serials[serial].stopped = True
@@ -278,12 +285,14 @@ class AttemptBook(RouterWatcher):
                     if serial in session.serials:
                         session.serials[serial].forgotten = True
             case Welcome():
-                self._welcomed(session)
+                self._welcomed(session, now_us)
             case Drain():
                 session.drain(now_us)
 
-    def _welcomed(self, session: SessionSeen) -> None:
+    def _welcomed(self, session: SessionSeen, now_us: int) -> None:
         join = session.join
+        if session.drains:
+            session.drains_us = now_us  # what is open there is told after its Join, and can move only from here on
         for other in self._life.sessions.values():
             if other is not session and other.welcomed and join is not None and other.name == join.name:
                 raise LawBroken(FENCED, f"{join.name}: life {join.incarnation} is welcomed beside {other.join}")
@@ -436,7 +445,9 @@ class AttemptBook(RouterWatcher):
             self._touch(placement)
             before = choice.placement
             if placement.ended is not None:
-                choice.bills.append(placement.ended.bill)
+                if not placement.is_known():
+                    choice.bills.append(placement.ended.bill)
+                placement.billed = True
             else:
                 choice.losses = max(0, choice.losses - 1)  # its instance still had it
             if before is not None:

@@ -30,10 +30,18 @@ class ChoiceAtInstance:
     """The count of preemptions with which its instance reported it when it joined."""
     in_place: bool = False
     """It was sent to resume in place."""
+    billed: bool = False
+    """Its end was reported while it was the placement of its choice."""
     called_back: bool = False
     """Cancelled, refused, or its session ended: the choice may be placed again."""
     stopped: bool = False
     forgotten: bool = False
+
+    def is_known(self) -> bool:
+        """Whether its end was reported before, in an earlier session with the same life of its instance."""
+        life = self.session.life
+        others = [other for other in self.request.placements if other.billed and other.session.life == life]
+        return any(other.serial == self.serial for other in others)
 
     @property
     def is_open(self) -> bool:
@@ -98,6 +106,10 @@ class SessionSeen:
         return [placement for placement in placements if placement.is_open]
 
     @property
+    def life(self) -> tuple[str, int]:
+        return (self.name, 0 if self.join is None else self.join.incarnation)
+
+    @property
     def name(self) -> str:
         return "somebody" if self.join is None else self.join.name
 
@@ -141,6 +153,8 @@ class RequestSeen:
     choices: list[ChoiceSeen]
     placements: list[ChoiceAtInstance] = field(default_factory=list)
     over: bool = False
+    waits_since_us: int = 0
+    """When an instance that had accepted it was last lost, or gave it up."""
     left: bool = False
     """Its client disconnected, or did not come back to resume it."""
     accepted: bool = False

@@ -173,7 +173,7 @@ class _Cluster:
     def _make_router(self, policy: RoutingPolicy) -> RouterHost:
         # Requests may wait without limit: a run measures placement, not when requests are given up.
         config = RouterConfig(policy=policy, deadline_us=FOR_EVER_US, absent_us=FOR_EVER_US, waiting_max=FOR_EVER_US)
-        return RouterHost(self.world, self._lines, config, self.spec.instances, SECRET, seed=self.spec.seed)
+        return RouterHost(self.world, self._lines, config, SECRET, seed=self.spec.seed)
 
     def _start(self, number: int) -> InstanceHost:
         meter = PassMeter() if self.spec.metered else None
@@ -192,8 +192,7 @@ class _Cluster:
         )
         self.record.roles.append(node.role.name)
         if instance_table is not None and node.role.serves:
-            theirs, ours = node.ends
-            instance_table.line = line = self._lines.initiator(self.host, ours, theirs, instance_table)
+            instance_table.line = line = self._lines.dial(self.host, *node.ends, instance_table)
             line.open()
         node.boot()
         if self.spec.spans_max and node.instance is not None:

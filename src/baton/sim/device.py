@@ -51,8 +51,15 @@ class SimulatedDevice:
         self._stream = host.world.stream(f"device {host.name} life {host.lives}")
         self._context = _Contexts(executor.shape.slots)
         self.slowness = 1.0
+        self.slow_until_us = 0
+        """When the last step that was launched while it was slow will have ended."""
         self.disagreement = 0.0
         self.in_flight = 0
+        self.hangs = False
+        """Whether steps never end any more."""
+        self.when_hung: Callable[[], None] | None = None
+        """Called when the first step that should have ended does not."""
+        self.longest_us = 0
         self.busy_us = 0
         self.spans: deque[StepSpan] | None = None
         self.number = 0
@@ -69,6 +76,8 @@ class SimulatedDevice:
         took_us = self._times.step_us(*self._context.load_of(plan))
         begins_us = max(self._host.world.now_us, self._free_us)
         self._free_us = begins_us + max(1, int(took_us * self.slowness))
+        if self.slowness > 1.0:
+            self.slow_until_us = self._free_us
         self.in_flight += 1
         if self.spans is not None:
             tokens = plan.tokens - len(plan.decode_slots)
@@ -99,6 +108,12 @@ class SimulatedDevice:
             self.signals.step_done(step)
 
     def _finish(self, took_us: int, awaited: int | None) -> None:
+        if self.hangs:
+            hung, self.when_hung = self.when_hung, None
+            if hung is not None:
+                hung()
+            return
+        self.longest_us = max(self.longest_us, took_us)
         self.in_flight -= 1
         self.busy_us += took_us
         if awaited is None:

@@ -29,10 +29,10 @@ from baton.sim.client_requests import ClientRequest
 from baton.sim.faults import DiskRates, Fault, FaultRates, NetworkRates
 from baton.sim.faulty_transfers import KvTimes
 from baton.sim.fuzzed_run import FuzzedRun, WorldVerdict
+from baton.sim.line_times import LineTimes
 from baton.sim.scenario import FlatTimes, Scenario, UserPlan
 from baton.sim.storage_copies import CopyTimes
 from baton.sim.store import StoreTimes
-from baton.wire.link import LinkConfig
 
 DOWN_US = 15_000
 SHORTLY_US = 4_000
@@ -80,7 +80,7 @@ def small_world(*, pulls: bool, on_preempt: OnPreempt, path: PrefillPath) -> Sce
         kv=KvTimes(delay_us=200, jitter_us=300, piece_us=100, burst=2, verify_us=200, fence_us=1_000, pulls=pulls),
         layers=2,
         times=FlatTimes(2_000, 50),
-        link=LinkConfig(heartbeat_us=80_000, silent_us=150_000, acceptor_silent_us=200_000),
+        line=LineTimes(silent_us=200_000, unacknowledged_us=200_000),
         span_us=250_000,
         users=users,
     )
@@ -97,8 +97,7 @@ def fleet_world(roles: tuple[Role, ...], loss_retry_count: int = 2) -> Scenario:
         suspect_us=450_000,
         orphan_grace_us=700_000,
     )
-    link = LinkConfig(heartbeat_us=200_000, silent_us=500_000, acceptor_silent_us=700_000)
-    return replace(small, roles=roles, router=router, link=link)
+    return replace(small, roles=roles, router=router, line=LineTimes(silent_us=500_000, unacknowledged_us=600_000))
 
 
 def shelved_world(on_preempt: OnPreempt, roles: tuple[Role, ...] = (MIXED, MIXED)) -> Scenario:

@@ -14,15 +14,16 @@ from baton.sim.faulty_transfers import FaultyTransfers
 from baton.sim.instance import SimulatedInstance
 from baton.sim.instance_host import FRONT, InstanceHost
 from baton.sim.network import SimulatedNetwork
-from baton.sim.simulated_peers import end_name
+from baton.sim.simulated_peers import listening_name
 from baton.sim.storage_copies import StorageModel
 from baton.sim.store import SimulatedStore
 from baton.sim.story import PEER_STEPS
+from baton.sim.strangers import send_stranger
 from baton.sim.world import Host, World
 
 MOMENT_EVERY_US = 300
 OPENING_CRASH_SHARE = 0.15
-PEER_CLOG_SHARE = 0.4
+PEER_STALL_SHARE = 0.4
 
 STEP_LAST = 6
 """A fault at a hand-over step hits one of the first 6 times that the step is taken."""
@@ -55,6 +56,7 @@ class FaultInjector:
         nodes: Sequence[InstanceHost],
         rates: FaultRates,
         span_us: int,
+        key: bytes,
         transfers: FaultyTransfers | None = None,
         storage_model: StorageModel | None = None,
     ) -> None:
@@ -66,6 +68,10 @@ class FaultInjector:
         self._rates = rates
         self._span_us = span_us
         self._over = False
+        self._key = key
+        self._strangers = 0
+        if rates.strangers:
+            network.recorded = {}
         self._transfers = transfers
         self._storage_model = storage_model
         self._pairs = [(node, peer) for node in nodes for peer in node.peers if node.role.takes]
@@ -75,7 +81,8 @@ class FaultInjector:
         rates = self._rates
         for kind, times, begin in (
             ("partition", rates.partitions, self._partition),
-            ("clog", rates.clogs, self._clog),
+            ("stall", rates.stalls, self._stall),
+            ("stranger", rates.strangers, self._come_as_stranger),
             ("crash", rates.crashes, self._crash),
             ("pause", rates.pauses, self._pause),
             ("front-pause", rates.front_pauses, self._pause_front),
@@ -129,7 +136,7 @@ class FaultInjector:
         for node in self._nodes:
             node.disk.heal()
             node.set_device(slowness=1.0, disagreement=0.0)
-            if node.host.paused:
+            if node.host.paused and not node.stopped_for_good:
                 node.resume()
             node.boot_if_down()
 
@@ -145,20 +152,28 @@ class FaultInjector:
             self._network.cut(other, one)
         self._world.after(lasts_us, self._network.join, one, other)
 
-    def _clog(self, stream: random.Random, node: InstanceHost) -> None:
+    def _stall(self, stream: random.Random, node: InstanceHost) -> None:
         ends = list(node.ends)
-        if self._pairs and stream.random() < PEER_CLOG_SHARE:
+        if self._pairs and stream.random() < PEER_STALL_SHARE:
             one, peer = stream.choice(self._pairs)
-            ends = [end_name(one.name, peer), end_name(peer, one.name)]
+            ends = [one.name, listening_name(peer)]
         stream.shuffle(ends)
         lasts_us = stream.randrange(10_000, 600_000)
         node.trouble(lasts_us)
-        self._network.clog(*ends)
+        self._network.stall(*ends)
         self._world.after(lasts_us, self._network.clear, *ends)
+
+    def _come_as_stranger(self, stream: random.Random, node: InstanceHost) -> None:
+        if self._over:
+            return
+        self._strangers += 1
+        targets = [listening_name(node.name)] if node.role.gives else []
+        targets.append(node.ends[1])
+        send_stranger(self._network, stream, stream.choice(targets), self._key, self._strangers)
 
     def _part(self, stream: random.Random, node: InstanceHost, peer: str) -> None:
         """Cut two peers off from each other, in both directions or in one."""
-        ends = [end_name(node.name, peer), end_name(peer, node.name)]
+        ends = [node.name, listening_name(peer)]
         stream.shuffle(ends)
         self._world.fire(Fault.PEER_PARTITION, f"{node.name} and {peer}")
         one, other = ends
@@ -217,7 +232,7 @@ class FaultInjector:
         self._world.after(log_uniform_us(stream, 300, 300_000), node.boot_if_down)
 
     def _crash_at_opening(self, node: InstanceHost) -> None:
-        """Crash right after an instance has accepted a session, so that packets on their way reach its next life."""
+        """Crash right after an instance has accepted a session, so that bytes on their way find its next life."""
         stream = self._openings
         if not self._over and stream.random() < OPENING_CRASH_SHARE:
             self._world.after(stream.randrange(3_000), self._crash_when, stream, node, MOMENTS[0])

@@ -15,14 +15,23 @@ from enum import StrEnum
 
 
 class Fault(StrEnum):
-    LOSS = "packet lost"
-    DUPLICATION = "packet duplicated"
-    REORDERING = "packet overtaken"
-    DELAY = "packet delayed"
-    BIT_FLIP = "bit flipped"
-    PARTITION = "packet cut off"
-    GHOST = "old packet woke a restarted instance"
-    CLOG = "direction clogged"
+    RESET = "connection reset"
+    TRUNCATION = "connection reset in the middle of a write"
+    HALF_OPEN = "other end of a connection died and nobody said so"
+    STALL = "connection stalled"
+    PIECES = "bytes arrived in pieces"
+    DELAY = "bytes delayed"
+    BIT_FLIP = "bit flipped in a connection"
+    REPEATED = "bytes of a connection repeated by somebody in between"
+    OMITTED = "bytes of a connection taken out by somebody in between"
+    MIRRORED = "bytes of a connection sent back by somebody in between"
+    PARTITION = "bytes cut off"
+    CONNECT_FAILED = "attempt to connect failed"
+    NOT_READING = "connection ended whose other end did not read"
+    NO_KEY = "connection of a stranger without the key"
+    REPLAY = "recorded connection played again"
+    REFLECTION = "bytes sent back to where they came from"
+    SAME_NAME = "connection under the name of the listener"
     LINE_FULL = "line full, instance stood still"
     CRASH = "instance crashed"
     ENGINE_FAILURE = "engine failed with last words"
@@ -62,7 +71,9 @@ class Fault(StrEnum):
     LEFT = "instance left under load"
     LATE_JOIN = "instance joined under load"
     ENGINE_STALL = "engine stood still while its front end went on"
-    RESET = "connection reset"
+    ENGINE_STOPPED = "engine stopped for good, and was killed by its front end"
+    ENGINE_HANG = "step never ended, and the engine was killed by its front end"
+    ENGINE_LATE = "engine late on a busy machine"
     FORGED = "stranger with forged frames"
     FORGED_BY_MEMBER = "forged frame of a member"
     LEG_REFUSED = "leg refused by an instance"
@@ -90,15 +101,17 @@ class Fault(StrEnum):
 
 
 CLASSES: dict[str, tuple[Fault, ...]] = {
-    "loss": (Fault.LOSS,),
-    "duplication": (Fault.DUPLICATION,),
-    "reordering": (Fault.REORDERING,),
+    "reset": (Fault.RESET, Fault.TRUNCATION),
+    "pieces": (Fault.PIECES,),
+    "connect": (Fault.CONNECT_FAILED,),
     "delay": (Fault.DELAY,),
     "bit-flip": (Fault.BIT_FLIP,),
+    "tamper": (Fault.REPEATED, Fault.OMITTED, Fault.MIRRORED),
     "partition": (Fault.PARTITION,),
-    "clog": (Fault.CLOG,),
-    "narrow-line": (Fault.LINE_FULL,),
-    "crash": (Fault.CRASH, Fault.ENGINE_FAILURE, Fault.GHOST),
+    "stall": (Fault.STALL,),
+    "narrow-line": (Fault.LINE_FULL, Fault.NOT_READING),
+    "stranger": (Fault.NO_KEY, Fault.REPLAY, Fault.REFLECTION, Fault.SAME_NAME),
+    "crash": (Fault.CRASH, Fault.ENGINE_FAILURE, Fault.HALF_OPEN),
     "pause": (Fault.PAUSE, Fault.FRONT_PAUSE),
     "rolling-restart": (Fault.ROLLING_RESTART,),
     "device": (Fault.SLOW_DEVICE, Fault.DISAGREEMENT),
@@ -122,8 +135,7 @@ CLASSES: dict[str, tuple[Fault, ...]] = {
     "old-life": (Fault.OUTLIVED,),
     "drain": (Fault.DRAINED, Fault.LEFT),
     "late-join": (Fault.LATE_JOIN,),
-    "engine-stall": (Fault.ENGINE_STALL, Fault.ZOMBIE),
-    "reset": (Fault.RESET,),
+    "engine-stall": (Fault.ENGINE_STALL, Fault.ENGINE_STOPPED, Fault.ENGINE_HANG, Fault.ENGINE_LATE, Fault.ZOMBIE),
     "forgery": (Fault.FORGED, Fault.FORGED_BY_MEMBER),
     "crowding": (Fault.LEG_REFUSED, Fault.LEG_YIELDED),
     "copy-slow": (Fault.COPY_SLOW, Fault.COPY_WHILE_FENCING),
@@ -160,28 +172,30 @@ NOT_ROUTED = ("rolling-restart",)
 
 CLASSES_MIN, CLASSES_MAX, PEER_CLASSES_MAX, ROUTER_CLASSES_MAX = 3, 8, 5, 4
 STORE_CLASSES_MAX = 5
-SILENCING_US = 10_000
-"""Packets delayed by more than this may make one side give up the other."""
 
 
 @dataclass(frozen=True, slots=True)
 class NetworkRates:
+    """Chance per write where nothing else is said."""
+
     delay_us: int = 200
     jitter_us: int = 0
-    loss: float = 0.0
-    duplication: float = 0.0
-    reordering: float = 0.0
-    late_us: int = 0
-    """Longest delay of a reordered packet or of a duplicate."""
     spike: float = 0.0
     spike_us: int = 0
+    reset: float = 0.0
+    """Half of them cut the write in its middle."""
+    pieces: float = 0.0
     bit_flip: float = 0.0
+    tamper: float = 0.0
+    connect_fails: float = 0.0
+    """Chance per attempt to connect."""
+    tells: float = 0.0
+    """Chance per crash that the other ends of its connections are told at once."""
 
     @property
     def may_silence(self) -> bool:
-        """Whether packets are lost or delayed often enough for one side to give up the other."""
-        overtaken = self.reordering > 0 and self.late_us > SILENCING_US
-        return self.loss > 0 or self.bit_flip > 0 or self.spike > 0 or overtaken
+        """Whether connections end, or bytes are delayed, often enough for one side to give up the other."""
+        return self.reset > 0 or self.bit_flip > 0 or self.tamper > 0 or self.spike > 0 or self.connect_fails > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +264,8 @@ class FaultRates:
     peer_partitions: int = 0
     step_crashes: int = 0
     step_pauses: int = 0
-    clogs: int = 0
+    stalls: int = 0
+    strangers: int = 0
     crashes: int = 0
     pauses: int = 0
     front_pauses: int = 0
@@ -261,8 +276,8 @@ class FaultRates:
     drains: int = 0
     late_joins: int = 0
     engine_stalls: int = 0
-    resets: float = 0.0
-    """Chance per crash that the other side notices it at once."""
+    engine_hangs: int = 0
+    busy_spells: int = 0
     forgeries: int = 0
     slow_devices: int = 0
     disagreement: float = 0.0
@@ -315,7 +330,7 @@ def draw_rates(stream_of: dict[str, random.Random], classes: Collection[str]) ->
     def times(name: str, most: int) -> int:
         return stream_of[name].randint(1, most) if name in classes else 0
 
-    network = _draw_network(rate, log_uniform_us(stream_of["late"], 1_000, 500_000))
+    network = _draw_network(rate)
     disk = DiskRates(*(rate("disk", 0.1, 0.6) for _ in range(5)))
     kv = KvRates(
         broken=rate("kv-broken", 0.01, 0.12),
@@ -339,7 +354,8 @@ def draw_rates(stream_of: dict[str, random.Random], classes: Collection[str]) ->
         step_crashes=times("step-crash", 3),
         step_pauses=times("step-pause", 3),
         partitions=times("partition", 3),
-        clogs=times("clog", 4),
+        stalls=times("stall", 4),
+        strangers=times("stranger", 6),
         crashes=times("crash", 4),
         pauses=times("pause", 3),
         front_pauses=times("pause", 2) - 1 if "pause" in classes else 0,
@@ -350,7 +366,8 @@ def draw_rates(stream_of: dict[str, random.Random], classes: Collection[str]) ->
         drains=times("drain", 3),
         late_joins=times("late-join", 1),
         engine_stalls=times("engine-stall", 2),
-        resets=rate("reset", 0.3, 1.0),
+        engine_hangs=times("engine-stall", 2),
+        busy_spells=times("engine-stall", 2),
         forgeries=times("forgery", 4),
         slow_devices=times("device", 3),
         disagreement=rate("device", 0.0, 0.03),
@@ -364,17 +381,18 @@ def draw_rates(stream_of: dict[str, random.Random], classes: Collection[str]) ->
 Rate = Callable[[str, float, float], float]
 
 
-def _draw_network(rate: Rate, late_us: int) -> NetworkRates:
+def _draw_network(rate: Rate) -> NetworkRates:
     return NetworkRates(
         delay_us=200,
         jitter_us=int(rate("delay", 100, 3_000)),
-        loss=rate("loss", 0.01, 0.3),
-        duplication=rate("duplication", 0.01, 0.5),
-        reordering=rate("reordering", 0.02, 0.4),
-        late_us=late_us,
         spike=rate("delay", 0.005, 0.05),
         spike_us=int(rate("delay", 10_000, 300_000)),
-        bit_flip=rate("bit-flip", 0.005, 0.1),
+        tells=rate("reset", 0.3, 1.0),
+        reset=rate("reset", 0.0, 0.02),
+        pieces=rate("pieces", 0.02, 0.5),
+        bit_flip=rate("bit-flip", 0.001, 0.02),
+        tamper=rate("tamper", 0.001, 0.02),
+        connect_fails=rate("connect", 0.05, 0.5),
     )
 
 

@@ -38,9 +38,10 @@ class FleetChecks:
 
     def serves(self, node: InstanceHost) -> bool:
         """Whether both ends are in the same session, the router has welcomed it there, and it does not drain or leave."""
-        front_end, connection = node.front_end, self.router_host.connections[node.number]
+        front_end, connection = node.front_end, self.router_host.connections.get(node.number)
         if (
-            node.instance is None
+            connection is None
+            or node.instance is None
             or node.instance.is_leaving
             or node.instance.is_behind
             or front_end is None
@@ -74,7 +75,8 @@ class FleetChecks:
     def _names_are_true(self, node: InstanceHost, said: set[bytes], cached: set[bytes]) -> None:
         if said != cached:
             raise LawBroken(TRUE_NAMES, f"{node.name} has {len(cached)} prefixes cached and says so of {len(said)}")
-        session = self.router_host.connections[node.number].session
+        connection = self.router_host.connections.get(node.number)
+        session = None if connection is None else connection.session
         for key in sorted(said):
             if session not in self.router_host.holders(key):
                 raise LawBroken(TRUE_NAMES, f"{node.name} has said {key.hex()}, and the router does not know it")
@@ -92,8 +94,6 @@ class FleetChecks:
         return any(self._nodes[number].hurt_until_us() >= lost_us - self.noticed_us for number in kept)
 
     def gather_moves(self, checker: LawChecker) -> None:
-        for line in self.router_host.lines:
-            checker.took_moves("link", line.moves())
         for sessions in (*self.router_host.former_sessions, self.router_host.sessions):
             checker.took_moves("carrying", sessions.router.moves())
             checker.took_moves("member", sessions.router.fleet.moves())

@@ -127,10 +127,6 @@ class InstanceTable:
         while self._outbox and self.line is not None and not self.line.is_full:
             self.line.send(self._outbox.popleft())
 
-    def knows_another_life(self, acceptor: LineEndpoint) -> bool:
-        """Whether a new life of the instance has accepted a session that was opened with its former life."""
-        return self.line is not None and self.line.session == acceptor.session and self.line.is_open
-
     # ── from the line ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def opened(self) -> None:

@@ -9,11 +9,11 @@ import os
 import selectors
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import IO
 
 import msgspec
 
@@ -29,16 +29,20 @@ from baton.sim.scenario import ScenarioTrim
 from baton.sim.shard import SeedReport
 from baton.wire.held_choices import TRANSITIONS as RELAY_MOVES
 from baton.wire.instance_sessions import SESSION_TRANSITIONS
-from baton.wire.link import TRANSITIONS as LINK_MOVES
 from baton.wire.request_table import TRANSITIONS as DESK_MOVES
+from baton.wire.sealed_stream import STREAM_TRANSITIONS
 
 SHRINK_RUNS_MAX = 200
 READ_BYTES = 1 << 16
+DEALT_AHEAD = 2
+"""Seeds that a process has at a time: the one it runs, and the next."""
+FAILURES_MAX = 100
+"""A run that goes on after failures ends at this many."""
 EVERY_FAULT = tuple(str(fault) for fault in Fault)
 _MACHINES: list[tuple[str, Iterable[tuple[Enum, Enum]]]] = [
     ("request", REQUEST_MOVES),
     ("desk", DESK_MOVES),
-    ("link", LINK_MOVES),
+    ("stream", STREAM_TRANSITIONS),
     *peer_tables(),
     transfer_table(),
     ("carrying", CARRY_MOVES),
@@ -107,19 +111,27 @@ def run_many(
     jobs: int,
     seen: Callable[[SeedReport], None] = lambda _report: None,
     go_on: Callable[[], bool] = lambda: True,
+    *,
+    keep_going: bool = False,
 ) -> FuzzTotals:
-    """Stop at the lowest seed that fails, or when `go_on`, called after each seed, returns False."""
+    """Run seeds in order until one fails (`keep_going`: until `FAILURES_MAX` have), or `go_on` returns False after a seed.
+
+    What has been dealt out by then is finished, so the seeds that were run are always one range without gaps.
+    """
     totals = FuzzTotals()
-    shards = [_Shard(first_seed + number, -(-(seeds - number) // jobs), jobs) for number in range(min(jobs, seeds))]
+    failures_max = FAILURES_MAX if keep_going else 1
+    undealt = iter(range(first_seed, first_seed + seeds))
+    shards = [_Shard() for _ in range(min(jobs, seeds))]
     try:
-        for report in _reports(shards):
+        for shard in shards * DEALT_AHEAD:
+            shard.deal(undealt)
+        for shard, report in _reports(shards):
             totals.add(report)
             seen(report)
-            failure = totals.first_failure
-            if failure is None and not go_on():
-                break
-            if failure is not None and all(shard.next_seed > failure.seed for shard in shards):
-                break
+            if len(totals.failures) < failures_max and go_on():
+                shard.deal(undealt)
+        for shard in shards:
+            shard.end()
     finally:
         for shard in shards:
             shard.stop()
@@ -127,56 +139,65 @@ def run_many(
 
 
 class _Shard:
-    """A process that runs every `stride`-th seed."""
+    """A process that runs the seeds that are dealt to it."""
 
-    def __init__(self, first_seed: int, seeds: int, stride: int) -> None:
-        self.next_seed = first_seed
-        self._stride = stride
-        self._end = first_seed + seeds * stride
-        arguments = ["--first-seed", str(first_seed), "--seeds", str(seeds), "--stride", str(stride)]
+    def __init__(self) -> None:
         # One thread each: numpy's thread pools would compete for the cores.
         environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "baton.sim.shard", *arguments], stdout=subprocess.PIPE, env=environment
+            [sys.executable, "-m", "baton.sim.shard"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
         )
+        if self._process.stdin is None or self._process.stdout is None:
+            raise ShardDied("a process that runs seeds has no input or output")
+        self._seeds, self.pipe = self._process.stdin, self._process.stdout
         self._begun = b""
+        self.dealt: deque[int] = deque()
+        """Seeds that it has and has not reported."""
 
-    @property
-    def pipe(self) -> IO[bytes]:
-        if self._process.stdout is None:
-            raise ShardDied("a process that runs seeds has no output")
-        return self._process.stdout
+    def deal(self, undealt: Iterator[int]) -> None:
+        """Give it the next seed, if there is one."""
+        seed = next(undealt, None)
+        if seed is None:
+            return
+        self.dealt.append(seed)
+        with suppress(BrokenPipeError):  # it has died: `read` says so
+            self._seeds.write(b"%d\n" % seed)
+            self._seeds.flush()
 
-    def read(self) -> list[bytes] | None:
-        """New lines; None when all seeds have been run. Raises ShardDied if the process ended before that."""
+    def read(self) -> list[bytes]:
+        """New lines. Raises ShardDied if the process has ended."""
         data = os.read(self.pipe.fileno(), READ_BYTES)
         if not data:
-            if self.next_seed < self._end:
-                raise ShardDied(f"the process that ran seed {self.next_seed} ended with status {self._process.wait()}")
-            return None
+            ran = f"ran seed {self.dealt[0]}" if self.dealt else "waited for a seed"
+            raise ShardDied(f"the process that {ran} ended with status {self._process.wait()}")
         *lines, self._begun = (self._begun + data).split(b"\n")
-        self.next_seed += self._stride * len(lines)
+        for _ in lines:
+            self.dealt.popleft()
         return lines
+
+    def end(self) -> None:
+        """Let it end by itself."""
+        self._seeds.close()
+        self._process.wait()
 
     def stop(self) -> None:
         self._process.kill()
         self._process.wait()
+        with suppress(BrokenPipeError):
+            self._seeds.close()
         self.pipe.close()
 
 
-def _reports(shards: list[_Shard]) -> Iterator[SeedReport]:
-    """Reports in the order of arrival, from all shards."""
+def _reports(shards: list[_Shard]) -> Iterator[tuple[_Shard, SeedReport]]:
+    """Reports in the order of arrival, from all shards, until none has a seed left."""
     decoder = msgspec.json.Decoder(SeedReport)
     with selectors.DefaultSelector() as ready:
         for shard in shards:
             ready.register(shard.pipe, selectors.EVENT_READ, shard)
-        while ready.get_map():
+        while any(shard.dealt for shard in shards):
             for key, _ in ready.select():
-                lines = key.data.read()
-                if lines is None:
-                    ready.unregister(key.fileobj)
-                else:
-                    yield from map(decoder.decode, lines)
+                for line in key.data.read():
+                    yield key.data, decoder.decode(line)
 
 
 # ── shrinking ────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -77,12 +77,14 @@ class FuzzedRun:
             if node.instance is not None:
                 site.checker.buried(node.instance)
             for end in (*node.lines, *node.peer_lines):
-                site.checker.took_moves("link", end.moves())
+                site.checker.took_moves("stream", end.moves())
             if node.instance_table is not None:
                 for request_table in (node.instance_table.request_table, *node.instance_table.former_tables):
                     site.checker.took_moves("desk", request_table.moves())
         for line in site.lines:
-            site.checker.took_moves("link", line.moves())
+            site.checker.took_moves("stream", line.moves())
+        for lines in site.all_lines:
+            site.checker.took_moves("stream", lines.moves())
         if site.fleet is not None:
             site.fleet.gather_moves(site.checker)
 

@@ -24,7 +24,7 @@ from baton.sim.instance import InstanceSpec, SimulatedInstance
 from baton.sim.instance_host import FRONT, InstanceHost
 from baton.sim.law_checker import LawChecker
 from baton.sim.law_names import DEADLOCK, LawBroken
-from baton.sim.lines import LineEndpoint, Links
+from baton.sim.lines import LineEndpoint, StreamLines
 from baton.sim.network import SimulatedNetwork
 from baton.sim.router_faults import RouterFaults
 from baton.sim.router_host import RouterHost
@@ -35,11 +35,13 @@ from baton.sim.world import Host, World
 
 EVENTS_MAX = 200_000
 HEALED_WITHIN_US = 20_000_000
-STANDSTILL_US = 3_000_000
-"""While a client waits, this long with nothing but heartbeats is a deadlock."""
+STANDSTILL_US = 4_000_000
+"""While a client waits, this long with nothing but heartbeats is a deadlock. A stopped engine is killed after 3 s."""
 PEER_DEAD_US = 3_000_000
 """This long after an instance died, its peers may hold nothing for it."""
 UNBOUNDED = 1 << 30
+FRAME_ALLOWANCE = 1 << 16
+"""A frame may begin just before its line is full, and signs of life are sent all the same."""
 SUSPECTED_WITHIN_US = 200_000
 """Allowance beyond the router's silence limit, for messages that arrive late."""
 
@@ -48,10 +50,21 @@ class FuzzedWorld:
     def __init__(self, scenario: Scenario, *, tell_story: bool = False, always_audit: bool = False) -> None:
         self.scenario = scenario
         self.world = World(scenario.seed, events_max=EVENTS_MAX, tell_story=tell_story)
-        line_max = scenario.link.window + scenario.link.backlog_max + (0 if scenario.router is None else UNBOUNDED)
+        line_max = scenario.line.window_bytes + FRAME_ALLOWANCE if scenario.router is None else UNBOUNDED
         self.checker = LawChecker(self.world, self, VOCABULARY, line_max, always_audit)
-        self.network = SimulatedNetwork(self.world, scenario.rates.network)
-        self._connections = Links(self.network, scenario.link)
+        line = scenario.line
+        self.network = SimulatedNetwork(
+            self.world,
+            scenario.rates.network,
+            window_bytes=line.window_bytes,
+            unacknowledged_us=line.unacknowledged_us,
+            connect_us=line.connect_us,
+        )
+        cluster_key = self.world.stream("key of the cluster").randbytes(32)
+        config = line.with_heartbeat() if scenario.router is None else line.of_router()
+        self._connections = StreamLines(self.network, cluster_key, config)
+        self._peer_connections = StreamLines(self.network, cluster_key, line.with_heartbeat())
+        self.all_lines = (self._connections, self._peer_connections)
         self._front_host = Host(self.world, FRONT)
         self.transfers = FaultyTransfers(self.world, scenario.rates.kv, scenario.kv)
         serving = [number for number, role in enumerate(scenario.roles) if role.serves]
@@ -68,6 +81,7 @@ class FuzzedWorld:
             self.nodes,
             scenario.rates,
             scenario.span_us,
+            cluster_key,
             self.transfers,
             self.storage_model,
         )
@@ -98,8 +112,8 @@ class FuzzedWorld:
 
     @property
     def noticed_us(self) -> int:
-        """Time until both sides have noticed a lost session: both silence limits, and half a second for late packets."""
-        return self.scenario.link.silent_us + self.scenario.link.acceptor_silent_us + 500_000
+        """Time until both sides have noticed a lost session, and half a second for late bytes."""
+        return self.scenario.line.noticed_us + 500_000
 
     def until(self, until_us: int) -> None:
         while (next_us := self.world.next_us) is not None and next_us < until_us:
@@ -174,6 +188,7 @@ class FuzzedWorld:
             partial(_scripted, scenario.layers),
             scenario.times,
             None if router is None and not scenario.has_store else self._secret,
+            stall_us=scenario.stall_us,
         )
         instance_table = self.front.instance_tables[number] if router is None else None
         node = InstanceHost(
@@ -187,12 +202,11 @@ class FuzzedWorld:
             scenario.peers_of(number),
             0 if router is None else router.orphan_grace_us,
             self.storage_model,
+            self._peer_connections,
         )
         node.when_dead = self.look_for_what_is_held
         if instance_table is not None:
-            instance_table.line = line = self._connections.initiator(
-                self._front_host, f"{FRONT} {number}", node.name, instance_table
-            )
+            instance_table.line = line = self._connections.dial(self._front_host, *node.ends, instance_table)
             self.lines.append(line)
         return node
 
@@ -215,8 +229,7 @@ class FuzzedWorld:
     def _fleet(self, router: RouterConfig) -> FleetChecks:
         scenario = self.scenario
         self.checker.behind_router = True
-        line_count = scenario.instances + scenario.rates.old_lives
-        router_host = RouterHost(self.world, self._connections, router, line_count, self._secret, AttemptBook(router, self))
+        router_host = RouterHost(self.world, self._connections, router, self._secret, AttemptBook(router, self))
         router_faults = RouterFaults(
             self.world, self._connections, router_host, self.nodes, scenario.rates, scenario.span_us
         )

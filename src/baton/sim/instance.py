@@ -20,6 +20,8 @@ from baton.core.engine.driver import Answer, WorkerDriver
 from baton.core.engine.orders import ReportChanges
 from baton.core.engine.plan import StepPlan, StepResult
 from baton.core.engine.prefix import PrefixIndex
+from baton.core.engine.progress_watch import BEAT_US, STALL_US, EngineBeat
+from baton.core.engine.watched_worker import WatchedWorker
 from baton.core.engine.worker import (
     Effect,
     Event,
@@ -38,6 +40,7 @@ from baton.sim.faults import Fault
 from baton.sim.metered_worker import MeteredWorker
 from baton.sim.run_records import PassMeter
 from baton.sim.story import tell_steps, words_of
+from baton.sim.twin import TwinCheck
 from baton.sim.world import Alarm, Host
 from baton.wire import keyfile
 from baton.wire.engine_messages import (
@@ -48,12 +51,15 @@ from baton.wire.engine_messages import (
     ReadyMessage,
     ToEngine,
     decode_to_engine,
+    encode_beat,
     encode_from_engine,
     pulse,
 )
 from baton.wire.worker_messages import message_of
 
 KEY_FILE = "prefix.key"
+TRIED_LONGER_US = 10_000
+READ_LOOK_US = 5_000
 PULSE_US = 100_000
 """Interval of the engine's pulses, once its front end has asked for them."""
 
@@ -115,11 +121,34 @@ class InstanceSpec:
     """Interval of lease checks while a step computes; None: not before it ends."""
     meter: PassMeter | None = None
     """Collects the CPU time of passes; None: not measured."""
+    stall_us: int = STALL_US
+    """Least limit for a step that does not end."""
+
+    @property
+    def tried_step_us(self) -> int:
+        """The longest step; longer than all real ones, as on a real machine at its start."""
+        return self.times.step_us(self.config.slots, 0, self.config.step_tokens, 0) + TRIED_LONGER_US
 
     @property
     def shape(self) -> ExecutorShape:
         config = self.config
         return ExecutorShape(config.slots, config.blocks, config.block_size, config.context_tokens, config.burst)
+
+
+class SimulatedBeats:
+    """The beats of an engine, sent while a step computes too; a paused host sends none."""
+
+    def __init__(self, host: Host) -> None:
+        self.on_beat: Callable[[bytes], None] | None = None
+        """None: nobody watches its progress."""
+        self.launched = self.settled = self.turns = 0
+        self._host = host
+        self._alarm = Alarm(host, self.beat)
+
+    def beat(self) -> None:
+        if self.on_beat is not None:
+            self.on_beat(encode_beat(EngineBeat(self.launched, self.settled, self.turns, waits=True)))
+            self._alarm.set(self._host.world.now_us + BEAT_US)
 
 
 class SimulatedInstance:
@@ -131,6 +160,8 @@ class SimulatedInstance:
         self.life = host.lives
         self.last_plan: StepPlan | None = None
         self.worker: Worker | None = None
+        self._watched: WatchedWorker | None = None
+        """Where laws are checked: the worker, beside twins that are restored from snapshots of it."""
         """None until the key has been read."""
         self._driver: WorkerDriver | None = None
         """None until the key has been read."""
@@ -155,6 +186,7 @@ class SimulatedInstance:
         """Frames beyond what the line could take; no event is handled until they are sent."""
         self._results: deque[StepResult] = deque()
         """Results of ended steps; they and messages wait while the line is full."""
+        self.beats = SimulatedBeats(host)
         self._alarm = Alarm(host, self._pump)
         self._pulses = Alarm(host, self._pulse)
         self._pumping = False
@@ -163,6 +195,7 @@ class SimulatedInstance:
         self.is_leaving = False
         """Whether it drains, to be followed by another life."""
         self._restart: Callable[[], None] | None = None
+        self._looks = Alarm(host, self._pump)
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -178,13 +211,15 @@ class SimulatedInstance:
         # Unique to this life: tokens granted by an earlier one open nothing here.
         own = self.host.world.stream(f"hand-over {self.host.name} life {self.host.lives}").randbytes(16)
         self.worker = worker = Worker(config, PrefixIndex(secret, self.executor.fingerprint, config.blocks), own)
+        if self._watcher is not None:
+            self._watched = WatchedWorker(worker, TwinCheck(self.host.name, worker, worker.hashes))
         self._driver = self._drive(worker)
         ready(self)
 
     def _drive(self, worker: Worker) -> WorkerDriver:
         world, meter = self.host.world, self.spec.meter
         return WorkerDriver(
-            worker if meter is None else MeteredWorker(worker, meter),
+            self._watched or worker if meter is None else MeteredWorker(worker, meter),
             lambda: world.now_us,
             launch=self._launch,
             answer=self._reply,
@@ -229,8 +264,10 @@ class SimulatedInstance:
                 block_size=config.block_size,
                 details=f"{self.host.name}, simulated",
                 gauges=worker.gauges(),
+                tried_step_us=self.spec.tried_step_us,
             )
         )
+        self.beats.beat()
 
     def front_end_lost(self) -> None:
         """The session is lost: open requests have no receiver any more."""
@@ -271,6 +308,7 @@ class SimulatedInstance:
             self._pumping = False
 
     def _work_through(self) -> None:
+        self.beats.turns += 1
         worker, driver = self.require_worker(), self.require_driver()
         while self._inbox and self._has_room:
             self._obey(decode_to_engine(self._inbox.popleft()))
@@ -287,10 +325,13 @@ class SimulatedInstance:
             self._tell(Tick())
         # While the line is full, `take` wakes the instance.
         self._alarm.set(driver.wake_us() if self._has_room else None)
-        if self._restart is not None and worker.is_idle and not self._outbox and not self.undelivered:
-            restart, self._restart = self._restart, None
-            self.host.world.fire(Fault.ROLLING_RESTART, self.host.name)
-            self.host.after(0, restart)
+        if self._restart is not None and worker.is_idle and not self._outbox:
+            if self.undelivered:  # nobody says when it is read: look again
+                self._looks.set(self.host.world.now_us + READ_LOOK_US)
+            else:
+                restart, self._restart = self._restart, None
+                self.host.world.fire(Fault.ROLLING_RESTART, self.host.name)
+                self.host.after(0, restart)
 
     def _obey(self, order: ToEngine) -> None:
         if isinstance(order, PrefillPeerAddresses):
@@ -304,7 +345,8 @@ class SimulatedInstance:
     def _pulse(self) -> None:
         """Send a pulse, even while a step computes or the line is full."""
         worker, now_us = self.require_worker(), self.host.world.now_us
-        self._say(pulse(worker.gauges(), self.require_driver().steps_in_flight > 0, worker.changes(now_us)))
+        changes = (self._watched or worker).changes(now_us)
+        self._say(pulse(worker.gauges(), self.require_driver().steps_in_flight > 0, changes))
         self._pulses.set(now_us + PULSE_US)
 
     @property
@@ -336,6 +378,7 @@ class SimulatedInstance:
 
     def _tell(self, event: Event) -> None:
         effects = self.require_driver().handle(event)
+        self.beats.settled += type(event) is StepDone
         if self.at_step is not None:
             tell_steps(self.at_step, event, effects)
         if self._watcher is not None:
@@ -346,6 +389,7 @@ class SimulatedInstance:
 
     def _launch(self, launch: Launch) -> None:
         self._note(launch)
+        self.beats.launched += 1
         self.last_plan = launch.plan
         self.device.launch(launch.plan)
 

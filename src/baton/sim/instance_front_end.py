@@ -6,44 +6,51 @@ separate process that can be paused alone. This class carries out what InstanceS
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 
 from baton.core.config import Role
 from baton.core.engine.orders import Accepted, Cancel, Drain
+from baton.core.engine.progress_watch import LOOK_US, ProgressWatch
 from baton.core.routing.events import Instance as InstanceName
 from baton.core.routing.events import Join
-from baton.sim.faults import Fault
 from baton.sim.instance import SimulatedInstance
-from baton.sim.law_names import ENDS_AT_ONCE, FORGOTTEN, LINE_BOUND, LawBroken
+from baton.sim.law_names import ENDS_AT_ONCE, FORGOTTEN, LawBroken
 from baton.sim.lines import Lines
 from baton.sim.world import Alarm, Host
 from baton.wire.engine_messages import (
     FailedMessage,
     PrefillPeerAddresses,
     Pulse,
+    ReadyMessage,
     RefusedMessage,
     StepOutput,
     ToEngine,
+    decode_beat,
     decode_from_engine,
     encode_to_engine,
 )
+from baton.wire.heartbeats import EngineVitals
 from baton.wire.instance_sessions import InstanceSessions, InstanceSessionState, SessionEffects
 from baton.wire.router_messages import FromInstance, decode_from_router, encode_membership
 
 ROUTER = "router"
-OUTBOX_MAX = 2_000
-"""Bound on messages waiting for room on the line; a session is given up before it is reached."""
-SESSIONS_A_LIFE = 1_000_000
-"""Session numbers must rise over the lives of the process that opens them."""
+FRONT_OF = "front of"
 LEAST_BEAT_US = 10_000
+WELCOMED_US = 1_000_000
+"""Time that the router has to answer a join, on the shorter scale of these worlds."""
 KEPT_US = 50_000
 """Allowance beyond the grace period until kept choices must be dropped."""
 
 
 def line_names(number: int) -> tuple[str, str]:
-    """Network names of the two ends of an instance's line to the router: the instance's, then the router's."""
-    return f"front of {number}", f"{ROUTER} {number}"
+    """Names of the two processes of an instance's line to the router: the instance's, then the router's."""
+    return f"{FRONT_OF} {number}", ROUTER
+
+
+def number_of(name: str) -> int | None:
+    """The number of the instance whose front end has this name; None: a stranger."""
+    front, _, number = name.rpartition(" ")
+    return int(number) if front == FRONT_OF else None
 
 
 def join_of(life: SimulatedInstance, role: Role, draining: bool = False) -> Join:
@@ -68,30 +75,34 @@ def join_of(life: SimulatedInstance, role: Role, draining: bool = False) -> Join
 class InstanceFrontEnd:
     def __init__(self, front: Host, lines: Lines, life: SimulatedInstance, grace_us: int) -> None:
         self.life = life
-        self.sessions = InstanceSessions(join_of(life, life.spec.config.role), grace_us)
+        self.sessions = InstanceSessions(join_of(life, life.spec.config.role), grace_us, WELCOMED_US)
         self.serves = False
         """Whether the router has welcomed it in the present session."""
         self.drains = False
         self.when_told: Callable[[SessionEffects], None] | None = None
         self._front = front
-        ends = line_names(life.spec.number)
-        self.line = lines.initiator(front, *ends, self, life.life * SESSIONS_A_LIFE + 1)
-        self._outbox: deque[bytes] = deque()
+        self.line = lines.dial(front, *line_names(life.spec.number), self)
         self._running: set[int] = set()
         """Serials that the engine has accepted and that neither ended nor were cancelled."""
         self._grace_us = grace_us
         self._away_us: int | None = None
         """When it lost the router; None while it is welcomed."""
-        self._engine_us = front.world.now_us
-        """When the engine last sent a message."""
-        self._begun_us = front.world.now_us
-        """When the router last welcomed it."""
+        self._lost_us = front.world.now_us
+        """When it last lost a session, welcomed or not."""
+        self.progress = ProgressWatch(life.spec.stall_us)
+        self.when_stalled: Callable[[str], None] | None = None
+        """Called with the reason when its engine stalls; the process then kills the engine and ends."""
+        self.starved = False
+        """Whether the engine is late because the machine is busy: it wants a core, and so does not look stopped."""
+        self._looks = Alarm(front, self._look)
         self._beat_us = LEAST_BEAT_US
         self._beats = Alarm(front, self._beat)
         self._ticks = Alarm(front, self._tick)
 
     def start(self) -> None:
+        self.life.beats.on_beat = lambda frame: self._front.run(self._engine_beat, frame)
         self.life.answer(self)
+        self._look()
         self.line.open()
 
     def leave(self) -> None:
@@ -109,33 +120,45 @@ class InstanceFrontEnd:
 
     @property
     def undelivered(self) -> int:
-        """Messages to the router that were not delivered, plus requests that are open."""
-        return len(self._outbox) + self.line.undelivered + self.sessions.open_requests
+        """What the router has not read, plus requests that are open."""
+        return self.line.undelivered + self.sessions.open_requests
 
     def send(self, frame: bytes) -> None:
         """Take a frame of the engine."""
         self._front.run(self._hear_engine, frame)
 
     def _hear_engine(self, frame: bytes) -> None:
-        message = decode_from_engine(frame)
-        self._engine_us = self._front.world.now_us
+        message, now_us = decode_from_engine(frame), self._front.world.now_us
+        self.progress.heard(now_us)
         match message:
+            case ReadyMessage(tried_step_us=tried_us):
+                self.progress.ready(tried_us, now_us)
             case Accepted() | RefusedMessage():
                 if isinstance(message, Accepted):
                     self._running.update(message.serials)
                 if self.sessions.owns_ticket(message.ticket):
-                    self._carry_out(self.sessions.take(message, self._engine_us))
+                    self._carry_out(self.sessions.take(message, now_us))
             case StepOutput():
                 self._running.difference_update(ended.serial for ended in message.ended)
                 ours, _ = self.sessions.split(message)
                 if ours is not None:
-                    self._carry_out(self.sessions.take(ours, self._engine_us))
+                    self._carry_out(self.sessions.take(ours, now_us))
             case Pulse():
                 self._beat(message)
             case FailedMessage():
                 self.line.close("the engine has failed")
             case _:
                 pass
+
+    def _engine_beat(self, frame: bytes) -> None:
+        self.progress.beaten(decode_beat(frame), self._front.world.now_us)
+
+    def _look(self) -> None:
+        stall = self.progress.look(self._front.world.now_us)
+        if stall is None:
+            self._looks.set(self._front.world.now_us + LOOK_US)
+        elif self.when_stalled is not None:
+            self.when_stalled(stall)
 
     def _order(self, order: ToEngine) -> None:
         if isinstance(order, Cancel):
@@ -147,20 +170,27 @@ class InstanceFrontEnd:
     def opened(self) -> None:
         for message in self.sessions.opened(self._front.world.now_us):
             self._say(message)
+        self._ticks.set(self.sessions.next_deadline())
 
     def lost(self, reason: str) -> None:
         self.serves = False
-        self._outbox.clear()
         self._beats.set(None)
         self.sessions.lost(reason, self._front.world.now_us)
         self._ticks.set(self.sessions.next_deadline())
-        if self._away_us is None:
-            self._away_us = self._front.world.now_us
-            self._front.after(self._grace_us + KEPT_US, self._keeps_nothing, self._away_us)
+        self._lost_us = now_us = self._front.world.now_us
+        self._away_us = now_us if self._away_us is None else self._away_us
+        kept_until_us = max(now_us, self._away_us + self._grace_us)
+        self._front.after(kept_until_us + KEPT_US - now_us, self._keeps_nothing, self._away_us, now_us)
 
-    def _keeps_nothing(self, away_us: int) -> None:
-        """The grace period without a router is over: nothing may be kept for it."""
-        if self._away_us == away_us and self.sessions.kept_choices and self.sessions.state is InstanceSessionState.AWAY:
+    def _keeps_nothing(self, away_us: int, lost_us: int) -> None:
+        """The grace period without a router is over: nothing may be kept for it.
+
+        A session that did not get to its welcome does not extend it, but nothing is dropped while that session is there: a
+        process that was paused learns both at once, the end of the session and that its grace is over.
+        """
+        if (self._away_us, self._lost_us) != (away_us, lost_us):
+            return
+        if self.sessions.kept_choices and self.sessions.state is InstanceSessionState.AWAY:
             raise LawBroken(FORGOTTEN, f"{self.life.host.name} keeps {self.sessions.kept_choices} choices for a lost router")
 
     def took(self, frames: list[bytes]) -> None:
@@ -170,7 +200,6 @@ class InstanceFrontEnd:
             if isinstance(message, Cancel) and message.serial in self._running and message not in out.orders:
                 raise LawBroken(ENDS_AT_ONCE, f"{self.life.host.name} was told to end {message.serial}, and does not")
             self._carry_out(out)
-        self._post()
         if self.life.is_leaving:
             self.life.host.run(self.life.take, [])
 
@@ -180,16 +209,15 @@ class InstanceFrontEnd:
             self._away_us = None
             self._grace_us = out.welcomed.orphan_grace_us
             self._beat_us = out.welcomed.beat_us
-            self._begun_us = self._front.world.now_us
-            self._beats.set(self._begun_us + self._beat_us)
+            self._beats.set(self._front.world.now_us + self._beat_us)
         for order in out.orders:
             self._order(order)
         for message in out.messages:
             self._say(message)
         if out.prefill_peers is not None:
             self._order(PrefillPeerAddresses(out.prefill_peers))
-        if out.turned_away is not None:
-            self.line.reset(self.line.session, out.turned_away)
+        if out.turned_away is not None or out.hang_up is not None:
+            self.line.drop(out.turned_away or out.hang_up or "")
         if out.drain and not self.drains:
             self.drains = True
             self._order(Drain())
@@ -200,9 +228,9 @@ class InstanceFrontEnd:
     def _beat(self, pulse: Pulse | None = None) -> None:
         """Send a heartbeat: with each pulse of the engine, and without one when it is due."""
         now_us = self._front.world.now_us
-        # Before it was asked for pulses, the engine had no reason to send any.
-        silent_us = min(now_us - self._engine_us, now_us - self._begun_us)
-        beat = self.sessions.beat(pulse, silent_us, now_us)
+        runs = self.starved or not self.life.host.paused
+        engine = EngineVitals(self.progress.silent_us(now_us), runs, self.progress.limit_us)
+        beat = self.sessions.beat(pulse, engine, now_us)
         if beat is not None:
             self._say(beat)
             self._beats.set(now_us + self._beat_us)
@@ -211,15 +239,4 @@ class InstanceFrontEnd:
         self._carry_out(self.sessions.tick(self._front.world.now_us))
 
     def _say(self, message: FromInstance) -> None:
-        if self.line.session is None:
-            return
-        self._outbox.append(encode_membership(message))
-        self._post()
-        if len(self._outbox) > OUTBOX_MAX:
-            raise LawBroken(LINE_BOUND, f"{len(self._outbox)} messages wait at {self.life.host.name} for the router")
-
-    def _post(self) -> None:
-        while self._outbox and self.line.session is not None and not self.line.is_full:
-            self.line.send(self._outbox.popleft())
-        if self._outbox:
-            self._front.world.fire(Fault.LINE_FULL, self.life.host.name)
+        self.line.send(encode_membership(message))

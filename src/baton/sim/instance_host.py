@@ -8,12 +8,14 @@ also be paused alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from baton.sim.disk import SimulatedDisk
 from baton.sim.faults import DiskRates, Fault
 from baton.sim.front_end import InstanceTable
 from baton.sim.instance import InstanceSpec, InstanceWatcher, SimulatedInstance
 from baton.sim.instance_front_end import InstanceFrontEnd, line_names
+from baton.sim.law_names import DESERVED_STALL, HANG_SEEN, LawBroken
 from baton.sim.lines import LineEndpoint, Lines
 from baton.sim.simulated_peers import DataConnections, SimulatedPeers
 from baton.sim.storage_copies import StorageCopies, StorageModel
@@ -21,6 +23,8 @@ from baton.sim.world import Host, World
 from baton.wire.instance_sessions import InstanceSessions, SessionEffects
 
 FRONT = "front"
+STARTED_AGAIN_US = 100_000
+"""Time until an instance that has ended by itself is started again."""
 
 
 def instance_name(number: int) -> str:
@@ -32,12 +36,12 @@ class InstanceHost:
     """Called when a life has ended."""
     when_opened: Callable[[InstanceHost], None] | None = None
     """Called when the present life has accepted a session."""
-    when_cut_off: Callable[[InstanceHost, int | None], None] | None = None
-    """Called when a life has ended, with the number of its session."""
     when_told: Callable[[InstanceHost, SessionEffects], None] | None = None
     """Called with the effects of each message from the router."""
     at_step: Callable[[InstanceHost, str], None] | None = None
     """Called at each step of a hand-over that is taken here."""
+    stopped_for_good = False
+    """Whether its engine is paused until its front end kills it; healing does not end that."""
 
     def __init__(
         self,
@@ -95,8 +99,8 @@ class InstanceHost:
 
     @property
     def ends(self) -> tuple[str, str]:
-        """Network names of the two ends of its line."""
-        return line_names(self.number) if self.instance_table is None else (self.name, f"{FRONT} {self.number}")
+        """Names of the two processes of its line: the one that dials, then the one that listens."""
+        return line_names(self.number) if self.instance_table is None else (FRONT, self.name)
 
     def troubled_until_us(self, *, rolling_too: bool) -> int:
         """End of the last fault here that can end a session; now, while one lasts."""
@@ -120,8 +124,14 @@ class InstanceHost:
     def hurt_until_us(self) -> int:
         """End of the last fault here for which a router may suspect it; now, while one lasts."""
         absent = self.instance is None or self.instance.worker is None
-        stands = self.host.paused or self.front.paused
-        return self.host.world.now_us if absent or stands else self._hurt_until_us
+        late = self.front_end is not None and self.front_end.starved
+        stands = (self.host.paused and not late) or self.front.paused
+        slow_until_us = 0 if self.instance is None else self.instance.device.slow_until_us
+        return self.host.world.now_us if absent or stands or self.hangs else max(self._hurt_until_us, slow_until_us)
+
+    @property
+    def hangs(self) -> bool:
+        return self.instance is not None and self.instance.device.hangs
 
     def boot(self) -> None:
         if not self._rolling:
@@ -141,22 +151,21 @@ class InstanceHost:
             return
         if self._watcher is not None:
             self._watcher.buried(self.instance)
-        session = None if self.line is None else self.line.session
         self.instance = None
         self.line = None
         self.neighbours = None
         if self._transfers is not None:
             self._transfers.leave(self.name)
         self.front_end = None
+        self.stopped_for_good = False
         for host in (self.host, self.front):
             host.resume()
             host.crash()
+            self._lines.process_died(host)
         self.disk.crash()
         self._note("is down")
         if self.when_dead is not None:
             self.when_dead(self)
-        if self.when_cut_off is not None:
-            self.when_cut_off(self, session)
 
     def fail(self) -> None:
         """The engine ends by itself, with a failure message."""
@@ -199,8 +208,17 @@ class InstanceHost:
         """Pause only the engine; its front end continues."""
         self.host.pause()
 
+    def starve(self) -> None:
+        """Pause only the engine, as one that waits for a core: no cause to suspect it before its own limit."""
+        if self.front_end is not None:
+            self.front_end.starved = True
+            self.host.pause()
+
     def resume(self) -> None:
-        self.trouble()
+        late = self.front_end is not None and self.front_end.starved
+        self.trouble(of_router=late)
+        if self.front_end is not None:
+            self.front_end.starved = False
         if self.instance is not None:
             self.instance.hindered_us = self.host.world.now_us
         self.front.resume()
@@ -218,9 +236,14 @@ class InstanceHost:
         if self.instance_table is None:
             self._join(life)
             return
-        end = _FrontEndLineOwner(self, self.instance_table, life)
-        self.line = self._lines.acceptor(self.host, *self.ends, end)
-        self.lines.append(self.line)
+        self._lines.listen(self.host, self.name, partial(self._accept, life))
+
+    def _accept(self, life: SimulatedInstance, line: LineEndpoint) -> _FrontEndLineOwner:
+        """A front end has connected. It is the only one: a connection before it is one that it has given up."""
+        if self.line is not None and self.line.session is not None:
+            self.line.drop("the front end has opened another connection")
+        self.line = line
+        return _FrontEndLineOwner(self, life, line)
 
     def _join(self, life: SimulatedInstance) -> None:
         self.front_end = front_end = InstanceFrontEnd(self.front, self._lines, life, self._grace_us)
@@ -228,7 +251,28 @@ class InstanceHost:
         self.lines.append(self.line)
         self.instance_sessions.append(front_end.sessions)
         front_end.when_told = self._told
+        front_end.when_stalled = self._stalled
         self.front.run(front_end.start)
+
+    def _stalled(self, reason: str) -> None:
+        """Its front end kills the engine and ends; whoever supervises it starts it again."""
+        life = self.instance
+        if life is None or not (self.stopped_for_good or life.device.hangs):
+            raise LawBroken(DESERVED_STALL, f"{self.name}: {reason}")
+        self.host.world.fire(Fault.ENGINE_STOPPED if self.stopped_for_good else Fault.ENGINE_HANG, self.name)
+        self.crash()
+        self.host.world.after(STARTED_AGAIN_US, self.boot_if_down)
+
+    def seen_to_hang(self, life: SimulatedInstance, since_us: int, within_us: int) -> None:
+        """Law: this life, which hangs since then, has been ended by now; later where its processes stood still meanwhile."""
+        if self.instance is not life:
+            return
+        stands = self.front.paused or (self.host.paused and not self.stopped_for_good)
+        if stands or life.hindered_us > since_us:
+            now_us = self.host.world.now_us
+            self.host.world.after(within_us, self.seen_to_hang, life, now_us, within_us)
+            return
+        raise LawBroken(HANG_SEEN, f"{self.name} hangs since {since_us}, and still runs {within_us} µs later")
 
     def _told(self, out: SessionEffects) -> None:
         if self.when_told is not None:
@@ -252,25 +296,22 @@ class InstanceHost:
 
 
 class _FrontEndLineOwner:
-    """Handles the instance's end of its line to a front end."""
+    """Handles the instance's end of a connection of the front end."""
 
-    def __init__(self, node: InstanceHost, instance_table: InstanceTable, life: SimulatedInstance) -> None:
+    def __init__(self, node: InstanceHost, life: SimulatedInstance, line: LineEndpoint) -> None:
         self._node = node
-        self._instance_table = instance_table
         self._life = life
+        self._line = line
 
     def opened(self) -> None:
-        node, line = self._node, self._node.line
-        if line is None:
-            raise RuntimeError(f"{node.name} took up a session without a line")
-        if self._instance_table.knows_another_life(line):
-            node.host.world.fire(Fault.GHOST, node.name)
-        self._life.answer(line)
-        if node.when_opened is not None:
-            node.when_opened(node)
+        self._life.answer(self._line)
+        if self._node.when_opened is not None:
+            self._node.when_opened(self._node)
 
     def lost(self, _reason: str) -> None:
-        self._life.front_end_lost()
+        if self._node.line is self._line:
+            self._life.front_end_lost()
 
     def took(self, frames: list[bytes]) -> None:
-        self._life.take(frames)
+        if self._node.line is self._line:
+            self._life.take(frames)

@@ -8,22 +8,27 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
+from baton.core.engine.progress_watch import SILENT_US, STALL_STEPS
 from baton.core.routing.events import Join
 from baton.sim.faults import Fault, FaultRates, log_uniform_us
+from baton.sim.instance import SimulatedInstance
 from baton.sim.instance_front_end import ROUTER, join_of
 from baton.sim.instance_host import InstanceHost
 from baton.sim.law_names import FENCED, LawBroken
 from baton.sim.lines import Lines
 from baton.sim.router_host import RouterHost
 from baton.sim.world import World
-from baton.sim.zombies import ZombieInstance, forged, forged_by_a_member
+from baton.sim.zombies import KnownStranger, ZombieInstance, forged, forged_by_a_member
 from baton.wire.instance_sessions import InstanceSessions, SessionEffects
 
 BY_MEMBER_SHARE = 0.3
 BY_ROUTER_SHARE = 0.5
 """Share of drains ordered at the router; the others are ordered at the instance."""
-NOTICED_US = 1_000
-"""Time within which a connection reset arrives after a crash."""
+FOR_GOOD_SHARE = 0.3
+"""Share of stopped engines that never go on."""
+SEEN_WITHIN_US = 450_000
+"""Allowance beyond the limit until a front end has seen that its engine hangs: a beat, a look, and messages on their way."""
+HANG_US_MAX = 2_500_000
 
 
 class RouterFaults:
@@ -44,11 +49,10 @@ class RouterFaults:
         self._span_us = span_us
         self._over = False
         self._old_lives: list[ZombieInstance] = []
-        self._resets = world.stream("upheaval resets")
+        self._forgers = 0
         self._downs = world.stream("upheaval downs")
         for node in nodes:
             node.when_told = self._told
-            node.when_cut_off = self._cut_off
 
     def unleash(self) -> None:
         rates = self._rates
@@ -58,6 +62,8 @@ class RouterFaults:
             ("old-life", rates.old_lives, self._old_life),
             ("drain", rates.drains, self._drain),
             ("engine-stall", rates.engine_stalls, self._stall),
+            ("engine-hang", rates.engine_hangs, self._hang),
+            ("busy-machine", rates.busy_spells, self._starve),
             ("forgery", rates.forgeries, self._forge),
         )
         for kind, times, begin in kinds:
@@ -115,22 +121,45 @@ class RouterFaults:
             return
         self._world.fire(Fault.ENGINE_STALL, node.name)
         node.stall()
-        self._world.after(log_uniform_us(stream, 20_000, 1_800_000), self._wake, node, node.host.lives)
+        lasts_us = log_uniform_us(stream, 20_000, 1_800_000)
+        if stream.random() < FOR_GOOD_SHARE and node.front_end.progress.is_watching:
+            node.stopped_for_good = True
+            within_us = SILENT_US + SEEN_WITHIN_US
+            self._world.after(within_us, node.seen_to_hang, node.instance, self._world.now_us, within_us)
+        else:
+            self._world.after(lasts_us, self._wake, node, node.host.lives)
+
+    def _starve(self, stream: random.Random, node: InstanceHost) -> None:
+        """Its engine does not get a core for a while: it is late, and nobody may suspect it for that."""
+        if self._over or node.host.paused or node.instance is None or node.front_end is None:
+            return
+        self._world.fire(Fault.ENGINE_LATE, node.name)
+        node.starve()
+        self._world.after(log_uniform_us(stream, 20_000, 2_000_000), self._wake, node, node.host.lives)
+
+    def _hang(self, _stream: random.Random, node: InstanceHost) -> None:
+        """From now on no step of this life ends. Only where that is seen before a client's wait looks like a deadlock."""
+        life = node.instance
+        if (
+            self._over
+            or life is None
+            or life.worker is None
+            or node.front_end is None
+            or not node.front_end.progress.is_watching
+        ):
+            return
+        longest_us = max(life.spec.tried_step_us, life.device.longest_us)
+        within_us = max(life.spec.stall_us, STALL_STEPS * longest_us) + SEEN_WITHIN_US
+        if within_us <= HANG_US_MAX and not life.device.hangs:
+            life.device.hangs = True
+            life.device.when_hung = lambda: self._hung(node, life, within_us)
+
+    def _hung(self, node: InstanceHost, life: SimulatedInstance, within_us: int) -> None:
+        self._world.after(within_us, node.seen_to_hang, life, self._world.now_us, within_us)
 
     def _wake(self, node: InstanceHost, life: int) -> None:
         if node.host.paused and node.host.lives == life:
             node.resume()
-
-    def _cut_off(self, node: InstanceHost, session: int | None) -> None:
-        """An instance crashed. If its machine is up, the router gets a connection reset."""
-        if not self._over and self._resets.random() < self._rates.resets and session is not None:
-            self._router_host.host.after(self._resets.randrange(NOTICED_US), self._reset_connection, node.number, session)
-
-    def _reset_connection(self, number: int, session: int) -> None:
-        connection = self._router_host.connections[number]
-        if connection.session is not None and connection.line.session == session:
-            self._world.fire(Fault.RESET, ROUTER)
-        connection.line.reset(session, "connection reset")
 
     # ── the router ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -139,12 +168,8 @@ class RouterFaults:
             return
         self._world.fire(Fault.ROUTER_CRASH, ROUTER)
         down_us = log_uniform_us(stream, 300, 600_000)
-        tells = stream.random() < self._rates.resets
         for node in self._nodes:
             node.trouble(down_us, of_router=True)
-            if tells and node.front_end is not None and node.line is not None:
-                session = node.line.session
-                node.front.after(stream.randrange(NOTICED_US), node.line.reset, session, "connection reset")
         self._router_host.crash()
         self._world.after(down_us, self._router_host.boot_if_down)
 
@@ -178,25 +203,21 @@ class RouterFaults:
         old.come_back()
 
     def _forge(self, stream: random.Random, node: InstanceHost) -> None:
-        join, connection = self._join_of(node), self._router_host.connections[node.number]
-        if self._over or join is None or node.front_end is None or not node.front_end.serves or connection.session is None:
+        join = self._join_of(node)
+        if self._over or join is None or node.front_end is None or not node.front_end.serves or node.front.paused:
+            return
+        if not self._router_host.knows(node.name):
             return
         if stream.random() < BY_MEMBER_SHARE:
             node.trouble()
-            self._router_host.host.run(self._forge_as_member, stream, node)
-        else:
-            self._router_host.host.run(self._forge_as_stranger, node.name, forged(stream, join))
-
-    def _forge_as_member(self, stream: random.Random, node: InstanceHost) -> None:
-        connection = self._router_host.connections[node.number]
-        if connection.session is not None and self._router_host.knows(node.name):
+            frame = forged_by_a_member(stream)
             self._world.fire(Fault.FORGED_BY_MEMBER, node.name)
-            self._router_host.forged_by_member(connection, forged_by_a_member(stream))
-
-    def _forge_as_stranger(self, name: str, frames: list[bytes]) -> None:
-        if self._router_host.knows(name):
+            self._router_host.forged.add((node.front_end.line.session, frame))
+            node.front_end.line.send(frame)
+        else:
             self._world.fire(Fault.FORGED, ROUTER)
-            self._router_host.strangers(frames)
+            self._forgers += 1
+            KnownStranger(self._world, self._lines, f"stranger with the key {self._forgers}", forged(stream, join))
 
     def _join_of(self, node: InstanceHost) -> Join | None:
         life = node.instance

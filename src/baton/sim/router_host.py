@@ -29,19 +29,19 @@ from baton.core.routing.events import (
 )
 from baton.core.routing.identity import RequestNumber
 from baton.core.routing.router import Router
-from baton.sim.instance_front_end import ROUTER, line_names
-from baton.sim.law_names import LINE_BOUND, STRANGERS, LawBroken
+from baton.sim.instance_front_end import ROUTER, number_of
+from baton.sim.law_names import STRANGERS, LawBroken
 from baton.sim.lines import LineEndpoint, Lines
 from baton.sim.router_watcher import RouterWatcher
+from baton.sim.twin import TwinCheck
 from baton.sim.world import Alarm, Host, World
 from baton.wire.engine_messages import WireError
 from baton.wire.router_messages import FromRouter, decode_from_instance, encode_membership
 from baton.wire.router_sessions import Act, CloseConnection, RouterSessions, SayToInstance
+from baton.wire.watched_sessions import WatchedSessions
 
 TOLD = (TimelineStage.PLACED, TimelineStage.PREEMPTED, TimelineStage.MOVED, TimelineStage.ENDED)
 """Stages of a choice that are noted in the story; the others are noted by its instance and its client."""
-OUTBOX_MAX = 2_000
-"""Bound on messages waiting for room on one line; a session is given up before it is reached."""
 
 
 class RequestListener(Protocol):
@@ -112,30 +112,31 @@ class RouterHost:
         world: World,
         lines: Lines,
         config: RouterConfig,
-        line_count: int,
         secret: bytes,
         watcher: RouterWatcher | None = None,
         seed: int = 0,
     ) -> None:
-        """`line_count`: the number of lines to it: instances and old lives."""
         self.host = Host(world, ROUTER)
         self.config = config
         self.watcher = RouterWatcher() if watcher is None else watcher
         self._secret = secret
         self._seed = seed
         self.sessions: RouterSessions
-        self.lines: list[LineEndpoint] = []
-        """Of all lives."""
+        self._watched: RouterSessions | WatchedSessions
+        """The sessions; where laws are checked, beside twins that are restored from snapshots of them."""
+        self._checks_twins = watcher is not None
         self.former_sessions: list[RouterSessions] = []
         self.found: dict[bytes, UnclaimedAnswer] = {}
         """Unclaimed requests, by their origin."""
-        self.connections: list[RouterLine] = []
+        self.connections: dict[int, RouterLine] = {}
+        """By number of the instance: the connection that it opened last."""
+        self.forged: set[tuple[int | None, bytes]] = set()
+        """Frames that no member sends, with the number of the connection; a member that does must be disconnected."""
         self.kept: dict[tuple[bytes, int], set[int]] = {}
         """By origin and time of a crash: the instances that were computing the request."""
         self.disturbed_us = 0
         """When the router last crashed or was resumed."""
         self._lines = lines
-        self._line_count = line_count
         self._unseen: list[RouterRequest] = []
         """Requests that the router has not taken yet, because it is paused."""
         self._requests: dict[RequestNumber, RouterRequest] = {}
@@ -155,10 +156,14 @@ class RouterHost:
 
     def _begin(self) -> None:
         self.sessions = RouterSessions(Router(self.config, self._secret, self._seed + self.host.lives), ROUTER)
+        self._watched = self.sessions
+        if self._checks_twins:
+            twin = TwinCheck(ROUTER, self.sessions, self.sessions.router.hashes)
+            self._watched = WatchedSessions(self.sessions, twin)
         self.watcher.begin(self.host.world.now_us)
         self._alarm = Alarm(self.host, self._tick)
-        self.connections = [RouterLine(self, number, self._lines) for number in range(self._line_count)]
-        self.lines += [connection.line for connection in self.connections]
+        self.connections = {}
+        self._lines.listen(self.host, ROUTER, self._accept)
         self._note(f"starts life {self.host.lives + 1}")
 
     def crash(self) -> None:
@@ -172,6 +177,7 @@ class RouterHost:
         self.former_sessions.append(self.sessions)
         self.host.resume()
         self.host.crash()
+        self._lines.process_died(self.host)
         self._note("is down")
         requests = [*self._requests.values(), *self._unseen]
         self._requests.clear()
@@ -202,7 +208,7 @@ class RouterHost:
     def _submit(self, request: RouterRequest, group: Sequence[Submission]) -> None:
         origin = group[0].request_id.encode()
         self._unseen.remove(request)
-        number, acts = self.sessions.submit(group[0].salt.decode(), group, origin, self.host.world.now_us)
+        number, acts = self._watched.submit(group[0].salt.decode(), group, origin, self.host.world.now_us)
         request.number = number
         self._requests[number] = request
         self.watcher.asked(number, group, origin, self.host.world.now_us)
@@ -211,12 +217,12 @@ class RouterHost:
     def leave(self, request: RouterRequest) -> None:
         if request.number is not None and self._requests.pop(request.number, None) is not None:
             self.watcher.left(request.number)
-            self._carry_out(self.sessions.leave(request.number, self.host.world.now_us))
+            self._carry_out(self._watched.leave(request.number, self.host.world.now_us))
 
     def cut(self, request: RouterRequest, place: int, keep: int) -> None:
         if request.number is not None and request.number in self._requests:
             self.watcher.cut(request.number, place)
-            self._carry_out(self.sessions.stop_choice(request.number, place, keep, self.host.world.now_us))
+            self._carry_out(self._watched.stop_choice(request.number, place, keep, self.host.world.now_us))
 
     def claim(self, group: Sequence[Submission], listener: RequestListener) -> tuple[RouterRequest, UnclaimedAnswer] | None:
         """Resume a request whose router crashed. None: no instance has reported it (yet).
@@ -231,58 +237,62 @@ class RouterHost:
         request.number, request.is_early = found.number, False
         self._requests[found.number] = request
         self.watcher.claimed(found.number)
-        self._acts.extend(self.sessions.claim(found.number, self.host.world.now_us, group))
+        self._acts.extend(self._watched.claim(found.number, self.host.world.now_us, group))
         self.host.after(0, self._drain)
         return request, found
 
     # ── instances ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
+    def _accept(self, line: LineEndpoint) -> RouterLine:
+        return RouterLine(self, line)
+
     def connected(self, connection: RouterLine) -> Session:
-        session = self.sessions.connected(self.host.world.now_us)
+        session = self._watched.connected(self.host.world.now_us)
         self._by_session[session] = connection
-        self.watcher.connected(session, connection.number)
+        if connection.number is not None:
+            self.connections[connection.number] = connection
+            self.watcher.connected(session, connection.number)
+        self._alarm.set(self.sessions.next_deadline())
         return session
 
     def heard(self, session: Session, frame: bytes) -> None:
         """A frame arrived from an instance, or from another process with the key of the cluster."""
         now_us = self.host.world.now_us
+        connection = self._by_session.get(session)
+        is_forged = bool(self.forged) and connection is not None and (connection.line.session, frame) in self.forged
         try:
             message = decode_from_instance(frame)
             self.watcher.heard(session, message, now_us)
-            acts = self.sessions.receive(session, message, now_us)
+            acts = self._watched.receive(session, message, now_us)
         except WireError as error:
             self._shut(session, str(error))
             self.lost(session, str(error))
         else:
             self._carry_out(acts)
+        # Tokens of an unknown request are accepted: the instance may have had it before this session.
+        if is_forged and session in self._by_session and b"step" not in frame:
+            raise LawBroken(STRANGERS, f"a member said {frame[:60]!r}, and is still listened to")
+
+    def heard_stranger(self, session: Session, frame: bytes) -> None:
+        """A frame of a process with the key that is no member: the members must not change by it."""
+        before = self._lives()
+        try:
+            acts = self._watched.receive(session, decode_from_instance(frame), self.host.world.now_us)
+        except WireError as error:
+            self._shut(session, str(error))
+            acts = self._watched.lost(session, str(error), self.host.world.now_us)
+        self._carry_out(acts)
+        if self._lives() != before:
+            raise LawBroken(STRANGERS, f"{before} were members, and after {frame[:40]!r} it was {self._lives()}")
+
+    def lost_stranger(self, session: Session, reason: str) -> None:
+        self._by_session.pop(session, None)
+        self._carry_out(self._watched.lost(session, reason, self.host.world.now_us))
 
     def lost(self, session: Session, reason: str) -> None:
         self._by_session.pop(session, None)
-        self.watcher.lost(session)
-        self._carry_out(self.sessions.lost(session, reason, self.host.world.now_us))
-
-    def forged_by_member(self, connection: RouterLine, frame: bytes) -> None:
-        """A member sends a forged frame: it must be disconnected, and may join again."""
-        session = connection.session
-        if session is not None:
-            self.heard(session, frame)
-            # Tokens of an unknown request are accepted: the instance may have had it before this session.
-            if session in self._by_session and b"step" not in frame:
-                raise LawBroken(STRANGERS, f"instance {connection.number} said {frame[:60]!r}, and is still listened to")
-
-    def strangers(self, frames: list[bytes]) -> None:
-        """A process that is no member connects, sends these frames, and disconnects; the members must not change."""
-        before = self._lives()
-        session = self.sessions.connected(self.host.world.now_us)
-        for frame in frames:
-            try:
-                acts = self.sessions.receive(session, decode_from_instance(frame), self.host.world.now_us)
-            except WireError as error:
-                acts = self.sessions.lost(session, str(error), self.host.world.now_us)
-            self._carry_out(acts)
-        self._carry_out(self.sessions.lost(session, "it is gone", self.host.world.now_us))
-        if self._lives() != before:
-            raise LawBroken(STRANGERS, f"{before} were members, and after {frames[:3]} it was {self._lives()}")
+        self.watcher.lost(session, self.host.world.now_us)
+        self._carry_out(self._watched.lost(session, reason, self.host.world.now_us))
 
     def _lives(self) -> list[tuple[str, int]]:
         return [(view.facts.name, view.facts.incarnation) for view in self.sessions.router.views()]
@@ -298,7 +308,7 @@ class RouterHost:
 
     def drain(self, name: str) -> None:
         """Drain an instance, as `baton drain` does."""
-        self._carry_out(self.sessions.drain(name, self.host.world.now_us))
+        self._carry_out(self._watched.drain(name, self.host.world.now_us))
 
     # ── RouterView ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -312,9 +322,9 @@ class RouterHost:
     # ── acts of RouterSessions ───────────────────────────────────────────────────────────────────────────────────────────
 
     def _tick(self) -> None:
-        deadline = self.sessions.next_deadline()
+        deadline = self._watched.next_deadline()
         if deadline is not None and deadline <= self.host.world.now_us:
-            self._carry_out(self.sessions.tick(self.host.world.now_us))
+            self._carry_out(self._watched.tick(self.host.world.now_us))
         else:
             self._alarm.set(deadline)
 
@@ -332,7 +342,7 @@ class RouterHost:
                 self._act(self._acts.popleft())
         finally:
             self._acting = False
-        self._alarm.set(self.sessions.next_deadline())
+        self._alarm.set(self._watched.next_deadline())
         self.watcher.looked(self, self.host.world.now_us)
 
     def _act(self, act: Act) -> None:
@@ -389,25 +399,20 @@ class RouterHost:
 
 
 class RouterLine:
-    """The router's end of one line."""
+    """The router's end of one connection."""
 
-    def __init__(self, router_host: RouterHost, number: int, lines: Lines) -> None:
-        self.number = number
+    def __init__(self, router_host: RouterHost, line: LineEndpoint) -> None:
+        self.number = number_of(line.peer)
+        """Of the instance or old life; None: a stranger."""
         self.session: Session | None = None
+        self.line = line
         self._router_host = router_host
-        self._outbox: deque[bytes] = deque()
-        theirs, ours = line_names(number)
-        self.line = lines.acceptor(router_host.host, ours, theirs, self)
 
     def say(self, message: FromRouter) -> None:
-        self._outbox.append(encode_membership(message))
-        self._post()
-        if len(self._outbox) > OUTBOX_MAX:
-            raise LawBroken(LINE_BOUND, f"{len(self._outbox)} messages wait at the router for instance {self.number}")
+        self.line.send(encode_membership(message))
 
     def close(self, reason: str) -> None:
         self.session = None
-        self._outbox.clear()
         self.line.close(reason)
 
     def opened(self) -> None:
@@ -415,16 +420,18 @@ class RouterLine:
 
     def lost(self, reason: str) -> None:
         session, self.session = self.session, None
-        self._outbox.clear()
-        if session is not None:
+        if session is None:
+            return
+        if self.number is None:
+            self._router_host.lost_stranger(session, reason)
+        else:
             self._router_host.lost(session, reason)
 
     def took(self, frames: list[bytes]) -> None:
         for frame in frames:
-            if self.session is not None:  # else an earlier frame closed it
+            if self.session is None:  # an earlier frame closed it
+                return
+            if self.number is None:
+                self._router_host.heard_stranger(self.session, frame)
+            else:
                 self._router_host.heard(self.session, frame)
-        self._post()
-
-    def _post(self) -> None:
-        while self._outbox and self.session is not None and not self.line.is_full:
-            self.line.send(self._outbox.popleft())

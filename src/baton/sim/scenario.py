@@ -9,6 +9,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
+from typing import Any
 
 from baton.core.config import (
     DECODE,
@@ -24,15 +25,16 @@ from baton.core.config import (
     VictimPolicy,
     WorkerConfig,
 )
+from baton.core.engine.progress_watch import STALL_US
 from baton.core.routing.config import RouterConfig, RoutingPolicy
 from baton.sim.client_requests import VOCABULARY, ClientRequest, draw_ask
 from baton.sim.faults import CLASSES, OF_COPIES, OF_STORAGE, FaultRates, draw_classes, draw_rates
 from baton.sim.faulty_transfers import KvTimes
 from baton.sim.instance_host import instance_name
+from baton.sim.line_times import LineTimes
 from baton.sim.storage_copies import CopyTimes
 from baton.sim.store import StoreTimes
 from baton.sim.world import stream_of
-from baton.wire.link import LinkConfig
 
 WITHOUT_ROUTER = (0, 1, 5)
 """Last digits of the seeds whose worlds have no router."""
@@ -100,7 +102,7 @@ class Scenario:
     kv: KvTimes
     layers: int
     times: FlatTimes
-    link: LinkConfig
+    line: LineTimes
     span_us: int
     users: tuple[UserPlan, ...]
     router: RouterConfig | None = None
@@ -109,6 +111,8 @@ class Scenario:
     """Between device and host memory, if there is any."""
     store: StoreTimes = PLAIN_STORE
     """Used only if `has_store`."""
+    stall_us: int = STALL_US
+    """Least limit for a step that does not end, behind a router."""
 
     @property
     def instances(self) -> int:
@@ -170,12 +174,13 @@ def draw_scenario(seed: int, trim: ScenarioTrim | None = None) -> Scenario:
         _of_storage(seed, config, giver),
     )
     classes = classes if trim.classes is None else trim.classes
-    rates = draw_rates({name: stream_of(seed, f"rates {name}") for name in (*CLASSES, "late")}, classes)
+    rates = draw_rates({name: stream_of(seed, f"rates {name}") for name in CLASSES}, classes)
     span_us = stream.randint(400_000, 1_600_000)
     users = _draw_users(seed, config, rates, span_us)
     if trim.asks is not None:
         users = _only(users, trim.asks)
     shape = stream_of(seed, "times")
+    carrying, stall_us = _draw_carrying(seed, classes)
     return Scenario(
         seed=seed,
         roles=_trimmed(roles, trim.instances),
@@ -186,12 +191,13 @@ def draw_scenario(seed: int, trim: ScenarioTrim | None = None) -> Scenario:
         kv=_draw_kv_times(seed),
         layers=stream_of(seed, "layers").choice((1, 2, 2, 3)) if splits else 1,
         times=FlatTimes(shape.randint(3_000, 20_000), shape.randint(10, 500)),
-        link=_draw_line(seed, classes) if has_router else _draw_link(seed, classes),
+        line=_draw_line(seed, classes, has_router=has_router),
         span_us=span_us,
         users=users,
-        router=_draw_carrying(seed, classes) if has_router else None,
+        router=carrying if has_router else None,
         copies=_draw_copy_times(seed),
         store=_draw_store_times(seed),
+        stall_us=stall_us,
     )
 
 
@@ -203,29 +209,32 @@ def _of_storage(seed: int, config: WorkerConfig, giver: WorkerConfig) -> tuple[r
     return stream_of(seed, "of storage"), OF_STORAGE if has_store else OF_COPIES
 
 
-def _draw_carrying(seed: int, classes: tuple[str, ...]) -> RouterConfig:
+def _draw_carrying(seed: int, classes: tuple[str, ...]) -> tuple[RouterConfig, int]:
+    """The configuration of the router, and the limit of its instances for a step that does not end."""
     stream = stream_of(seed, "router")
     crowded, ahead = stream.choice((4.0, 16.0)), stream.choice((0.5, 1.0, 2.0))
-    return RouterConfig(
-        policy=stream.choice(tuple(RoutingPolicy)),
-        preempt_retry_count=stream.choice((0, 1, 3, 3, 16)),
-        preempt_retry_exclude_decode=stream.random() < 0.7,
-        loss_retry_count=stream.choice((0, 1, 8, 8, 8)),
-        backoff_us=stream.choice((1_000, 5_000, 20_000)),
-        backoff_us_max=stream.choice((20_000, 200_000)),
-        deadline_us=stream.choice((500_000, *(30_000_000,) * 7)),
-        absent_us=stream.choice((50_000, 500_000, 2_000_000, 2_000_000)),
-        waiting_max=stream.choice((4, 16, 1024)),
-        ahead=crowded if "crowding" in classes else ahead,
-        retry_rate=stream.choice((20.0, 200.0)),
-        retry_burst=stream.choice((1, 512, 512)),
-        suspect_us=stream.choice((400_000, 600_000)),
-        stuck_us=stream.choice((300_000, 60_000_000)),
-        drain_us=stream.choice((20_000, 200_000, 1_000_000)),
-        orphan_grace_us=stream.choice((100_000, 600_000, 1_500_000)),
-        key_concurrency=stream.choice((*(None,) * 9, 6)),
-        key_tokens_per_minute=stream.choice((*(None,) * 9, 6_000)),
-    )
+    drawn: dict[str, Any] = {
+        "policy": stream.choice(tuple(RoutingPolicy)),
+        "preempt_retry_count": stream.choice((0, 1, 3, 3, 16)),
+        "preempt_retry_exclude_decode": stream.random() < 0.7,
+        "loss_retry_count": stream.choice((0, 1, 8, 8, 8)),
+        "backoff_us": stream.choice((1_000, 5_000, 20_000)),
+        "backoff_us_max": stream.choice((20_000, 200_000)),
+        "deadline_us": stream.choice((500_000, *(30_000_000,) * 7)),
+        "absent_us": stream.choice((50_000, 500_000, 2_000_000, 2_000_000)),
+        "waiting_max": stream.choice((4, 16, 1024)),
+        "ahead": crowded if "crowding" in classes else ahead,
+        "retry_rate": stream.choice((20.0, 200.0)),
+        "retry_burst": stream.choice((1, 512, 512)),
+        "suspect_us": stream.choice((400_000, 600_000)),
+        "stall_us": stream.choice((300_000, 1_000_000)),
+        "drain_us": stream.choice((20_000, 200_000, 1_000_000)),
+        "orphan_grace_us": stream.choice((100_000, 600_000, 1_500_000)),
+        "key_concurrency": stream.choice((*(None,) * 9, 6)),
+        "key_tokens_per_minute": stream.choice((*(None,) * 9, 6_000)),
+    }
+    stall_us = drawn.pop("stall_us")
+    return RouterConfig(**drawn), stall_us
 
 
 def _draw_roles(seed: int) -> tuple[Role, ...]:
@@ -334,30 +343,22 @@ def _draw_kv_times(seed: int) -> KvTimes:
     )
 
 
-def _draw_link(seed: int, classes: tuple[str, ...]) -> LinkConfig:
-    stream = stream_of(seed, "link")
-    narrow, wide = (stream.choice((1, 2, 4)), stream.choice((1, 2, 4))), (stream.choice((16, 64)), 1024)
-    window, backlog_max = narrow if "narrow-line" in classes else wide
-    return LinkConfig(
-        window=window,
-        backlog_max=backlog_max,
-        ack_every=stream.choice((1, 4, 16)),
-        ack_delay_us=stream.choice((500, 2_000, 20_000)),
-        resend_burst=stream.choice((1, 8)),
+def _draw_line(seed: int, classes: tuple[str, ...], *, has_router: bool) -> LineTimes:
+    """Limits long enough to fail only on a reset, or short ones; narrow lines hold a few frames."""
+    stream = stream_of(seed, "line")
+    narrow = stream.choice((200, 500, 2_000)), stream.choice((6_000, 12_000, 40_000))
+    wide = stream.choice((1 << 14, 1 << 16)), 1 << 20
+    window_bytes, unread_bytes_max = narrow if "narrow-line" in classes else wide
+    return LineTimes(
+        handshake_us=stream.choice((100_000, 300_000)),
         heartbeat_us=80_000,
-        silent_us=stream.choice((150_000, 300_000, 600_000)),
-        acceptor_silent_us=stream.choice((150_000, 300_000, 1_000_000)),
-    )
-
-
-def _draw_line(seed: int, classes: tuple[str, ...]) -> LinkConfig:
-    """A link to a router: silence limits long enough to fail only on a reset, or short ones."""
-    stream, link = stream_of(seed, "line"), _draw_link(seed, classes)
-    return replace(
-        link,
-        heartbeat_us=200_000,
-        silent_us=stream.choice((300_000, 1_500_000, 1_500_000)),
-        acceptor_silent_us=stream.choice((400_000, 1_500_000, 1_500_000)),
+        silent_us=stream.choice((200_000, 300_000, 800_000)),
+        unacknowledged_us=stream.choice((300_000, 1_500_000, 1_500_000) if has_router else (150_000, 300_000, 1_000_000)),
+        connect_us=stream.choice((50_000, 200_000)),
+        window_bytes=window_bytes,
+        unread_bytes_max=unread_bytes_max,
+        retry_us=stream.choice((2_000, 10_000)),
+        retry_us_max=stream.choice((20_000, 80_000)),
     )
 
 

@@ -1,13 +1,12 @@
 """The connections of one life of an instance to its peers: message lines and KV transfers of hand-overs.
 
-Owns one line to each peer and the receiving and sending ends of KV transfers. It carries out the worker's orders, passes on
-events, and decides nothing. Each session begins with a registration by both sides, as in production.
+Owns the connections with peers and the receiving and sending ends of KV transfers. It drives the production `PeerSession` of
+each connection, as `node.peers` does, carries out the worker's orders, passes on events, and decides nothing.
 """
 
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -35,28 +34,18 @@ from baton.sim.device import LayerListener
 from baton.sim.faults import Fault
 from baton.sim.faulty_transfers import Report
 from baton.sim.instance import SimulatedInstance
-from baton.sim.law_names import LINE_BOUND, SAME_LAYOUT, LawBroken
+from baton.sim.law_names import SAME_LAYOUT, LawBroken
 from baton.sim.lines import LineEndpoint, Lines
 from baton.sim.world import Host
-from baton.wire.peer_messages import (
-    Register,
-    decode_registration,
-    decode_to_decode_side,
-    decode_to_prefill_side,
-    encode_peer,
-    encode_registration,
-)
+from baton.wire.peer_messages import Register
+from baton.wire.peer_session import KnownSessions, PeerSession, SessionEnd, SessionStage, unfit_reason
 
-OUTBOX_MAX = 512
-"""Bound on messages waiting for room on one line; exceeding it breaks a law."""
 ECHO_WITHIN_US = 300_000
-SESSIONS_A_LIFE = 1_000_000
-"""Session numbers must rise over the lives of the process that opens them."""
 
 
-def end_name(one: str, other: str) -> str:
-    """Network name of `one`'s end of the line to `other`."""
-    return f"{one}~{other}"
+def listening_name(name: str) -> str:
+    """Network name of an instance that prefills, for the peers that connect to it."""
+    return f"{name}, for peers"
 
 
 class ReceivingEnd(Protocol):
@@ -102,13 +91,28 @@ class DataConnections(Protocol):
 class SimulatedPeers:
     def __init__(self, life: SimulatedInstance, lines: Lines, transfers: DataConnections, peers: Sequence[str]) -> None:
         name, host, kv = life.host.name, life.host, life.executor.kv
+        self.life = life
         self.transfers = transfers
         self._gives = life.spec.config.role.gives
         self.receiver, self.sender = transfers.connect(name, host, kv, life.hear)
         self.took_us: list[int] = []
         """Durations of the hand-overs adopted here."""
-        self._conversations = {PeerId(peer): _PeerConversation(self, life, lines, peer) for peer in peers}
-        self.lines = [conversation.line for conversation in self._conversations.values()]
+        self.known = KnownSessions()
+        self._sessions: dict[PeerId, _PeerLine] = {}
+        """Those that are open."""
+        self._dialed: dict[PeerId, _PeerLine] = {}
+        """Connections that this side keeps up."""
+        if self._gives:
+            lines.listen(host, listening_name(name), self._accept)
+        else:
+            for peer in peers:
+                self._dialed[PeerId(peer)] = dialed = _PeerLine(self, PeerId(peer))
+                dialed.line = lines.dial(host, name, listening_name(peer), dialed)
+
+    @property
+    def lines(self) -> list[LineEndpoint]:
+        """Those that it dials."""
+        return [dialed.line for dialed in self._dialed.values() if dialed.line is not None]
 
     def open(self) -> None:
         for line in self.lines:
@@ -116,27 +120,29 @@ class SimulatedPeers:
 
     def meet(self, addresses: tuple[str, ...]) -> None:
         """The router names the peers that prefill: connect to these, and disconnect from all others."""
-        for peer, conversation in self._conversations.items():
+        for peer, dialed in self._dialed.items():
+            if dialed.line is None:
+                continue
             if peer in addresses:
-                conversation.line.open()
-            else:
-                conversation.hang_up()
+                dialed.line.open()
+            elif dialed.line.wanted:
+                dialed.hang_up("it does not prefill any more")
 
     def session_with(self, peer: str) -> int | None:
-        """The number of the session if the peer has registered in it."""
-        conversation = self._conversations[PeerId(peer)]
-        return conversation.line.session if conversation.registered else None
+        """The number of the session with this peer."""
+        session = self._sessions.get(PeerId(peer))
+        return None if session is None else session.number
 
     def before_handling(self, event: PeerEvent) -> None:
         """Called before the worker handles this event: its later messages belong to the session that it then knows."""
-        match event:
-            case PeerOpened(peer) | PeerLost(peer):
-                self._conversations[peer].known_to_worker()
+        self.known.handles(event)
 
     def carry_out(self, effect: PeerEffect) -> None:
         match effect:
             case Tell(peer, message):
-                self._conversations[peer].tell(message)
+                session = self._sessions.get(peer)
+                if session is not None and session.number == self.known.of(peer):
+                    session.send(message)
             case Expect(handover, token, first, blocks):
                 self.receiver.expect(handover, token, first, blocks)
             case Verify(handover, checks):
@@ -152,79 +158,30 @@ class SimulatedPeers:
             case AttemptFailed():
                 pass
 
+    # ── from the connections ─────────────────────────────────────────────────────────────────────────────────────────────
 
-class _PeerConversation:
-    """The conversation with one peer."""
+    def _accept(self, line: LineEndpoint) -> _PeerLine:
+        accepted = _PeerLine(self, PeerId(line.peer))
+        accepted.line = line
+        return accepted
 
-    def __init__(self, ours: SimulatedPeers, life: SimulatedInstance, lines: Lines, peer: str) -> None:
-        self.registered = False
-        self._ours = ours
-        self._unhandled_sessions: deque[int | None] = deque()
-        """Sessions that began, or None for one that ended, in order; the worker has not handled these events yet."""
-        self._known: int | None = None
-        """The session that the worker knows; its messages are sent only in that one."""
-        self._life = life
-        self._peer = PeerId(peer)
-        self._outbox: deque[bytes] = deque()
-        self._stream: random.Random = life.host.world.stream(f"talk {end_name(life.host.name, peer)} life {life.life}")
-        ends = end_name(life.host.name, peer), end_name(peer, life.host.name)
-        self._gives = life.spec.config.role.gives
-        if self._gives:
-            self.line: LineEndpoint = lines.acceptor(life.host, *ends, self)
-        else:
-            self.line = lines.initiator(life.host, *ends, self, life.life * SESSIONS_A_LIFE + 1)
+    def opened(self, session: _PeerLine) -> None:
+        before, self._sessions[session.peer] = self._sessions.get(session.peer), session
+        if before is not None:
+            before.hang_up("it has opened another session")
+        self.known.began(session.number)
+        self.life.hear(PeerOpened(session.peer))
 
-    def tell(self, message: PeerMessage) -> None:
-        if self.registered and self._known == self.line.session:
-            self._outbox.append(encode_peer(message))
-            self._post()
-        if len(self._outbox) > OUTBOX_MAX:
-            raise LawBroken(LINE_BOUND, f"{len(self._outbox)} messages wait at {self._life.host.name} for {self._peer}")
+    def ended(self, session: _PeerLine, end: SessionEnd) -> None:
+        if end.was is not SessionStage.OPEN:
+            return
+        if self._sessions.get(session.peer) is session:
+            del self._sessions[session.peer]
+        self.known.ended()
+        self.life.hear(PeerLost(session.peer, end.reason))
 
-    def known_to_worker(self) -> None:
-        self._known = self._unhandled_sessions.popleft()
-
-    def hang_up(self) -> None:
-        if self.line.wanted:
-            self.line.close("it does not prefill any more")
-            self.lost("it does not prefill any more")
-
-    # ── from the line ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def opened(self) -> None:
-        self._outbox.append(encode_registration(self._registration()))
-        self._post()
-
-    def lost(self, reason: str) -> None:
-        was_there, self.registered = self.registered, False
-        self._outbox.clear()
-        if was_there:
-            self._unhandled_sessions.append(None)
-            self._hear(PeerLost(self._peer, reason))
-
-    def took(self, frames: list[bytes]) -> None:
-        self._post()
-        for frame in frames:
-            if not self.registered:
-                self._register(frame)
-            else:
-                message = decode_to_prefill_side(frame) if self._gives else decode_to_decode_side(frame)
-                self._hear(Heard(self._peer, message))
-                self._perhaps_echo(message)
-
-    def _register(self, frame: bytes) -> None:
-        ours, theirs = self._registration(), decode_registration(frame)
-        if not isinstance(theirs, Register) or theirs.name != self._peer:
-            raise LawBroken(SAME_LAYOUT, f"{self._life.host.name} heard {theirs} first, not {self._peer}")
-        for name in ("fingerprint", "dtype", "block_size", "layer_bytes"):
-            if getattr(ours, name) != getattr(theirs, name):
-                raise LawBroken(SAME_LAYOUT, f"{name} of {ours.name} and {theirs.name} differ: {ours} {theirs}")
-        self.registered = True
-        self._unhandled_sessions.append(self.line.session)
-        self._hear(PeerOpened(self._peer))
-
-    def _registration(self) -> Register:
-        life, config = self._life, self._life.spec.config
+    def registration(self) -> Register:
+        life, config = self.life, self.life.spec.config
         return Register(
             name=life.host.name,
             incarnation=life.life + 1,
@@ -235,23 +192,86 @@ class _PeerConversation:
             layer_bytes=tuple(end - begin for begin, end in life.executor.kv.layers),
         )
 
-    def _post(self) -> None:
-        while self._outbox and self.line.session is not None and not self.line.is_full:
-            self.line.send(self._outbox.popleft())
+
+class _PeerLine:
+    """A line with one peer: over its life one session after the other, or one where the peer has connected."""
+
+    def __init__(self, peers: SimulatedPeers, peer: PeerId) -> None:
+        self.peer = peer
+        self.line: LineEndpoint | None = None
+        self.number = 0
+        """Of the present session, the same at both ends."""
+        self._peers = peers
+        self._session: PeerSession | None = None
+        name, life = peers.life.host.name, peers.life.life
+        self._stream: random.Random = peers.life.host.world.stream(f"talk {name}~{peer} life {life}")
+
+    def send(self, message: PeerMessage) -> None:
+        frame = None if self._session is None else self._session.frame_of(message)
+        if frame is not None and self.line is not None:
+            self.line.send(frame)
+
+    def hang_up(self, reason: str) -> None:
+        if self.line is not None:
+            self.line.close(reason)
+        self.lost(reason)
+
+    # ── from the line ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def opened(self) -> None:
+        peers, line = self._peers, self.line
+        if line is None or line.session is None:
+            raise RuntimeError(f"a session with {self.peer} began without a line")
+        host, config = peers.life.host, peers.life.spec.config
+        self.number = line.session
+        self._session = session = PeerSession(
+            gives=config.role.gives, vocabulary=peers.life.executor.vocabulary, now_us=host.world.now_us
+        )
+        line.send(session.opened(peers.registration()))
+        deadline_us = session.next_deadline()
+        if deadline_us is not None:
+            host.at(deadline_us, self._look_at_clock, session)
+
+    def lost(self, reason: str) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            self._peers.ended(self, session.end(None, reason))
+
+    def took(self, frames: list[bytes]) -> None:
+        for frame in frames:
+            if self._session is None or self.line is None:  # an earlier frame ended it
+                return
+            step = self._session.receive(frame, self._unfit)
+            for answer in step.frames:
+                self.line.send(answer)
+            if step.unfit is not None:
+                raise LawBroken(SAME_LAYOUT, f"{self._peers.life.host.name} and {self.peer}: {step.unfit}")
+            if step.opened:
+                self._peers.opened(self)
+            if step.message is not None:
+                self._peers.life.hear(Heard(self.peer, step.message))
+                self._perhaps_echo(step.message)
+
+    def _unfit(self, theirs: Register) -> str | None:
+        if theirs.name != self.peer:
+            return f"{theirs.name} registered, and {self.peer} has connected"
+        return unfit_reason(self._peers.registration(), theirs)
+
+    def _look_at_clock(self, session: PeerSession) -> None:
+        late = session.late(self._peers.life.host.world.now_us)
+        if late is not None and session is self._session:
+            self.hang_up(late[1])
 
     def _perhaps_echo(self, message: PeerMessage) -> None:
-        """Deliver a message again at a drawn rate: links deliver once, but a worker must not depend on it."""
-        rate = self._ours.transfers.echo
+        """Deliver a message again at a drawn rate: connections deliver once, but a worker must not depend on it."""
+        rate = self._peers.transfers.echo
         if not rate:
             return
         echo, within_us = self._stream.random(), self._stream.randrange(ECHO_WITHIN_US)
         if echo < rate:
-            self._life.host.after(within_us, self._echo, self.line.session, message)
+            self._peers.life.host.after(within_us, self._echo, self._session, message)
 
-    def _echo(self, session: int | None, message: PeerMessage) -> None:
-        if self.registered and self.line.session == session:
-            self._life.host.world.fire(Fault.PEER_ECHO, self._life.host.name)
-            self._hear(Heard(self._peer, message))
-
-    def _hear(self, event: PeerEvent) -> None:
-        self._life.hear(event)
+    def _echo(self, session: PeerSession, message: PeerMessage) -> None:
+        if session is self._session and session.stage is SessionStage.OPEN:
+            self._peers.life.host.world.fire(Fault.PEER_ECHO, self._peers.life.host.name)
+            self._peers.life.hear(Heard(self.peer, message))

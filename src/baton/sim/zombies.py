@@ -7,7 +7,6 @@ protocol must be disconnected. Neither may affect any other process.
 from __future__ import annotations
 
 import random
-from collections import deque
 
 from baton.core.engine.ended import Bill, EndedRequest
 from baton.core.engine.orders import Accepted, Submit
@@ -15,7 +14,7 @@ from baton.core.engine.request import FinishReason, RequestId, Sampling, Serial,
 from baton.core.errors import Refusal, RefusalCode
 from baton.core.routing.events import Instance, Join
 from baton.sim.faults import Fault
-from baton.sim.instance_front_end import line_names
+from baton.sim.instance_front_end import ROUTER, line_names
 from baton.sim.law_names import FENCED, LawBroken
 from baton.sim.lines import Lines
 from baton.sim.router_host import RouterHost
@@ -43,8 +42,8 @@ class ZombieInstance:
         self._router_host = router_host
         self._join = join
         self.sessions = InstanceSessions(join)
-        self._outbox: deque[bytes] = deque()
-        self.line = lines.initiator(self.host, *line_names(number), self)
+        self._lines = lines
+        self.line = lines.dial(self.host, *line_names(number), self)
 
     def come_back(self) -> None:
         self.line.open()
@@ -52,19 +51,18 @@ class ZombieInstance:
     def stop(self) -> None:
         """Its operator ends it."""
         self.host.crash()
+        self._lines.process_died(self.host)
 
     def opened(self) -> None:
         for message in self.sessions.opened(self.host.world.now_us):
             self._say(message)
 
     def lost(self, reason: str) -> None:
-        self._outbox.clear()
         self.sessions.lost(reason, self.host.world.now_us)
 
     def took(self, frames: list[bytes]) -> None:
         for frame in frames:
             self._carry_out(self.sessions.receive(decode_from_router(frame), self.host.world.now_us))
-        self._post()
 
     def _carry_out(self, out: SessionEffects) -> None:
         now_us = self.host.world.now_us
@@ -83,13 +81,27 @@ class ZombieInstance:
             raise LawBroken(FENCED, f"{self._join.name}, life {self._join.incarnation}, was not fenced: {out.turned_away}")
 
     def _say(self, message: FromInstance) -> None:
-        if self.line.session is not None:
-            self._outbox.append(encode_membership(message))
-            self._post()
+        self.line.send(encode_membership(message))
 
-    def _post(self) -> None:
-        while self._outbox and self.line.session is not None and not self.line.is_full:
-            self.line.send(self._outbox.popleft())
+
+class KnownStranger:
+    """A process with the key that is no member: it connects, sends its frames, and disconnects."""
+
+    def __init__(self, world: World, lines: Lines, name: str, frames: list[bytes]) -> None:
+        self._frames = frames
+        self.line = lines.dial(Host(world, name), name, ROUTER, self)
+        self.line.open()
+
+    def opened(self) -> None:
+        for frame in self._frames:
+            self.line.send(frame)
+        self.line.close("it has said all")
+
+    def lost(self, _reason: str) -> None:
+        self.line.wanted = False
+
+    def took(self, frames: list[bytes]) -> None:
+        pass
 
 
 # ── forged frames ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -126,7 +138,7 @@ def forged_by_a_member(stream: random.Random) -> bytes:
         _held(b"stranger"),
     )
     frame = encode_membership(stream.choice(messages))
-    return stream.choice((frame, frame, frame, frame[: stream.randrange(len(frame))], stream.randbytes(40), b""))
+    return stream.choice((frame, frame, frame, frame[: stream.randrange(1, len(frame))], stream.randbytes(40)))
 
 
 def forged(stream: random.Random, known: Join) -> list[bytes]:

@@ -1,6 +1,7 @@
-"""Runs a fleet: starts its processes, restarts them when they end, and stops them all together.
+"""Runs a fleet: starts its processes, restarts them when they end or hang, and stops them all together.
 
     start    the router and, when it listens, the instances; the banner when all have joined
+    hang     a process that answers no `/health` for a while (`up.health_watch`) is killed, and so started again
     signal   drain: the router takes nothing new and ends with its last answer; then the instances (a second: at once)
     failure  the router cannot be started, or no serving instance is left: the exit code is not 0
 
@@ -27,7 +28,9 @@ import msgspec
 from baton.api.auth import secret_of
 from baton.node.clock import monotonic_us
 from baton.node.parent_process import bound_to
+from baton.node.process_activity import ProcessActivity
 from baton.up.fleet_plan import SERVING_ROLES, FleetPlan, PlannedProcess, RouterPorts
+from baton.up.health_watch import ANSWER_US, ASK_US, HUNG_US, HealthWatch
 from baton.up.merged_log import LineSplitter, MergedLog
 from baton.up.restarts import GiveUp, RestartAfter, RestartPolicy
 
@@ -66,6 +69,8 @@ class SupervisedProcess:
     output: deque[str] = field(default_factory=lambda: deque(maxlen=HELD_LINES_MAX))
     """Its output since the start, held back until the start has succeeded or failed."""
     supervision: asyncio.Task[None] | None = None
+    health: asyncio.Task[None] | None = None
+    """Asks for its health, from when it is ready until it ends."""
 
     @property
     def is_up(self) -> bool:
@@ -269,6 +274,9 @@ class Supervisor:
         self._readers.add(reader)
         reader.add_done_callback(self._readers.discard)
         code = await process.wait()
+        if child.health is not None:
+            child.health.cancel()
+            child.health = None
         # Its engine may keep the pipe open a moment longer, and its last output explains the end.
         await asyncio.wait((reader,), timeout=LAST_LINES_S)
         return code
@@ -302,8 +310,8 @@ class Supervisor:
         child.output.append(line)
         if child is self._router:
             self._take_router_line(line)
-        elif _SERVED.search(line):
-            self._is_ready(child)
+        elif found := _SERVED.search(line):
+            self._is_ready(child, found[2])
 
     def _is_shutdown_noise(self, child: SupervisedProcess, line: str) -> bool:
         """Whether the line is about the shutdown that was ordered: instances then report each other's and the router's
@@ -318,18 +326,34 @@ class Supervisor:
         output = "\n".join(self._router.output)
         if _SERVED.search(output) and _JOIN.search(output):
             self._ports = RouterPorts(int(self.url.rpartition(":")[2]), int(self._join.rpartition(":")[2]))
-            self._is_ready(self._router)
+            self._is_ready(self._router, self.url)
 
-    def _is_ready(self, child: SupervisedProcess) -> None:
+    def _is_ready(self, child: SupervisedProcess, url: str) -> None:
         for line in child.output:
             if " WARNING " in line or " ERROR " in line:
                 self._log.line(child.name, line)
         child.output.clear()
         child.restarts.ready(monotonic_us())
+        if child.process is not None:
+            child.health = asyncio.create_task(self._end_if_hung(child, child.process, url))
         pid = child.process.pid if child.process is not None else 0
         again = f", life {child.restarts.lives}" if child.restarts.lives > 1 else ""
         self._log.note(child.name, f"ready (pid {pid}{again})")
         self._changed.set()
+
+    async def _end_if_hung(self, child: SupervisedProcess, process: asyncio.subprocess.Process, url: str) -> None:
+        """Kill the process when it hangs, so that it is started again."""
+        watch, activity, is_hung = HealthWatch(monotonic_us()), ProcessActivity(process.pid), False
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_US / 1e6)) as http:
+            while not is_hung:
+                await asyncio.sleep(ASK_US / 1e6)
+                is_good = await _is_healthy(http, url)
+                if is_good:
+                    activity.spoke()
+                is_hung = watch.answered(is_good, is_good or activity.runs(), monotonic_us())
+        if not self._stopping.is_set():
+            self._log.note(child.name, f"hangs: no good answer to /health for {HUNG_US // 1_000_000} s; killed")
+            _signal(process, signal.SIGKILL)
 
     def _explain(self, child: SupervisedProcess) -> None:
         """Print the output of a process that ended before it was ready."""
@@ -374,6 +398,14 @@ async def _ready_instances(http: aiohttp.ClientSession, url: str) -> list[str]:
     except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError):
         return []
     return [one.name for one in found.data if one.state == "ready"]
+
+
+async def _is_healthy(http: aiohttp.ClientSession, url: str) -> bool:
+    try:
+        async with http.get(f"{url}/health") as response:
+            return response.status == 200
+    except (aiohttp.ClientError, TimeoutError, OSError):
+        return False
 
 
 def _ending(code: int) -> str:

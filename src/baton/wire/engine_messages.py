@@ -21,6 +21,7 @@ from baton.core.engine.ended import EndedRequest, StartedRequest
 from baton.core.engine.gauges import DraftGauges, PeerTraffic, SchedulerGauges, StoreTraffic
 from baton.core.engine.orders import Accepted, Cancel, Drain, ReportChanges, StopAt, Submit
 from baton.core.engine.plan import Float32s, Int32s, Logprobs
+from baton.core.engine.progress_watch import EngineBeat
 from baton.core.engine.records import Settled
 from baton.core.engine.request import NO_TOKENS, Prompt, Submission, Tokens
 from baton.core.errors import BatonError, Refusal, RefusalCode
@@ -60,6 +61,8 @@ class ReadyMessage(msgspec.Struct, tag="ready", frozen=True):
     """The model's fingerprint."""
     peer_address: str = ""
     """HOST:PORT where peers ask this instance to prefill; empty where none can."""
+    tried_step_us: Long = 0
+    """The longest step, as tried at the start; 0: none was tried."""
 
 
 class FailedMessage(msgspec.Struct, tag="failed", frozen=True):
@@ -168,6 +171,7 @@ def with_shared_prompts(group: tuple[Submission, ...]) -> tuple[Submission, ...]
 _encoder = msgspec.msgpack.Encoder(enc_hook=encoded_array)
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine, dec_hook=decoded_array)
 _from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine, dec_hook=decoded_array)
+_beat: msgspec.msgpack.Decoder[EngineBeat] = msgspec.msgpack.Decoder(EngineBeat)
 
 
 def encode_to_engine(message: ToEngine) -> bytes:
@@ -189,6 +193,15 @@ def decode_to_engine(frame: bytes) -> ToEngine:
 
 def decode_from_engine(frame: bytes) -> FromEngine:
     return decoded(_from_engine, frame, "a message from an engine")
+
+
+def encode_beat(beat: EngineBeat) -> bytes:
+    """Beats have a socket of their own: the thread that sends them is not the one that sends messages."""
+    return _encoder.encode(beat)
+
+
+def decode_beat(frame: bytes) -> EngineBeat:
+    return decoded(_beat, frame, "a beat of an engine")
 
 
 def decoded(decoder: msgspec.msgpack.Decoder[_Message], frame: bytes, what: str) -> _Message:

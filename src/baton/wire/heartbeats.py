@@ -4,8 +4,10 @@ since the last one."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from baton.core.engine.gauges import SchedulerGauges
+from baton.core.engine.progress_watch import STALL_US
 from baton.wire.engine_messages import Pulse
 from baton.wire.router_messages import KEYS_A_BEAT_MAX, NOTES_A_BEAT_MAX, HeartbeatMessage, keys_of
 
@@ -42,6 +44,18 @@ class CachedPrefixes:
         return fresh, _take_keys(self._named), _take_keys(self._forgotten)
 
 
+@dataclass(frozen=True, slots=True)
+class EngineVitals:
+    """What a front end sees of its engine's process."""
+
+    silent_us: int
+    """Time since its last message or beat."""
+    runs: bool = True
+    """Whether a silent process uses a CPU or waits for one."""
+    step_limit_us: int = STALL_US
+    """Time after which a step that has not ended is a stall."""
+
+
 class Heartbeats:
     def __init__(self, is_routed: Callable[[int], bool]) -> None:
         self._is_routed = is_routed
@@ -69,14 +83,17 @@ class Heartbeats:
         del self._notes[:-NOTES_A_BEAT_MAX]
         self._preempted.update((serial, count) for serial, count in pulse.preempted if self._is_routed(serial))
 
-    def beat(self, silent_us: int, now_us: int) -> HeartbeatMessage:
+    def beat(self, engine: EngineVitals, now_us: int) -> HeartbeatMessage:
         fresh, named, forgotten = self._prefixes.take()
         notes = tuple((serial, phase, max(0, now_us - at_us)) for serial, phase, at_us in self._notes)
         self._notes.clear()
         preempted = tuple(self._preempted.items())[:NOTES_A_BEAT_MAX]  # the rest waits for the next
         for serial, _ in preempted:
             del self._preempted[serial]
-        return HeartbeatMessage(self._gauges, max(0, silent_us), self._computing, fresh, named, forgotten, notes, preempted)
+        return HeartbeatMessage(
+            self._gauges, max(0, engine.silent_us), self._computing, fresh, named, forgotten, notes, preempted, engine.runs,
+            engine.step_limit_us,
+        )  # fmt: skip
 
 
 def _take_keys(keys: dict[bytes, None]) -> bytes:

@@ -3,6 +3,7 @@
     messages = sessions.opened(now)         a session opens: Join, every held group, AllHeldSaid
     effects  = sessions.receive(message, now) a message of the router: orders for the engine, answers for the router
     effects  = sessions.take(message, now)  a message of the engine about the router's requests
+    effects  = sessions.tick(now)           at `next_deadline`: the grace period is over, or the router did not answer a join
     sessions.lost(reason, now)              the session is over; open requests continue and are kept for a grace period
 
 The session is in one state (AWAY, JOINING, SERVING, TURNED_AWAY). `held_choices` records the choices that a router has
@@ -32,7 +33,7 @@ from baton.core.errors import Refusal, RefusalCode
 from baton.core.routing.events import Join
 from baton.core.state_machine import StateMachine
 from baton.wire.engine_messages import Pulse, RefusedMessage, StepOutput, ToEngine, WireError, refused
-from baton.wire.heartbeats import Heartbeats
+from baton.wire.heartbeats import EngineVitals, Heartbeats
 from baton.wire.held_choices import CHOICES_MAX, FIRST_ROUTED_TICKET, HeldChoices, HeldMove, HeldState, PlacedGroup
 from baton.wire.router_messages import (
     AllHeldSaid,
@@ -75,6 +76,8 @@ SESSION_TRANSITIONS: dict[tuple[InstanceSessionState, InstanceSessionMove], Inst
     (InstanceSessionState.TURNED_AWAY, InstanceSessionMove.LOSE): InstanceSessionState.AWAY,
 }
 
+WELCOME_US = 10_000_000
+"""Time that the router has to answer a join; it gives an instance as long to join."""
 SENDING_STATES = (InstanceSessionState.SERVING, InstanceSessionState.JOINING)
 """States in which output is sent to the router: it follows the held groups also before the router has answered."""
 
@@ -94,12 +97,18 @@ class SessionEffects:
     """Why the router rejected this instance; the session must be closed."""
     fenced: str | None = None
     """Set with `turned_away` where the rejection is final: a later incarnation of this name has joined."""
+    hang_up: str | None = None
+    """Why the session must be closed: nothing would come in it any more."""
 
 
 class InstanceSessions:
-    def __init__(self, join: Join, grace_us: int = 10_000_000) -> None:
+    def __init__(self, join: Join, grace_us: int = 10_000_000, welcome_us: int = WELCOME_US) -> None:
+        """`welcome_us`: time that a router has to answer a join."""
         self._join = join
         self._grace_us = grace_us
+        self._welcome_us = welcome_us
+        self._welcome_by_us: int | None = None
+        """While joining: when the router must have answered."""
         self._state = InstanceSessionState.AWAY
         self._states = StateMachine(SESSION_TRANSITIONS, "a session")
         self._lost_us: int | None = None
@@ -139,9 +148,10 @@ class InstanceSessions:
         """Choices of which the output is kept."""
         return self._choices.held
 
-    def opened(self, now_us: int) -> list[FromInstance]:  # noqa: ARG002
+    def opened(self, now_us: int) -> list[FromInstance]:
         """The first messages of a session. Everything that `take` returns from here on is sent after them."""
         self._move(InstanceSessionMove.OPEN)
+        self._welcome_by_us = now_us + self._welcome_us
         held, orders = self._choices.next_session()
         self._unsent += orders
         return [msgspec.structs.replace(self._join, draining=self._draining), *held, AllHeldSaid()]
@@ -154,6 +164,8 @@ class InstanceSessions:
             self._lost_us = now_us
 
     def next_deadline(self) -> int | None:
+        if self._state is InstanceSessionState.JOINING:
+            return self._welcome_by_us
         if self._state is not InstanceSessionState.AWAY or self._lost_us is None or self._choices.is_empty:
             return None
         return self._lost_us + self._grace_us
@@ -162,6 +174,10 @@ class InstanceSessions:
         deadline = self.next_deadline()
         if deadline is None or now_us < deadline:
             return SessionEffects()
+        if self._state is InstanceSessionState.JOINING:
+            # A router that died without a word, or an answer that was lost: we send nothing that could show it.
+            self._welcome_by_us = None
+            return SessionEffects(hang_up=f"it has not answered the join within {self._welcome_us / 1e6:g} s")
         self._lost_us = None
         return SessionEffects(orders=[*self._take_unsent(), *self._choices.drop_everything()])
 
@@ -268,8 +284,8 @@ class InstanceSessions:
         self._choices.record_preemptions(pulse.preempted)
         self._beats.record_pulse(pulse, self._state is InstanceSessionState.SERVING, now_us)
 
-    def beat(self, pulse: Pulse | None, silent_us: int, now_us: int) -> HeartbeatMessage | None:
+    def beat(self, pulse: Pulse | None, engine: EngineVitals, now_us: int) -> HeartbeatMessage | None:
         """The next heartbeat; None while not serving. `pulse` must not have been recorded before."""
         if pulse is not None:
             self.record_pulse(pulse, now_us)
-        return self._beats.beat(silent_us, now_us) if self._state is InstanceSessionState.SERVING else None
+        return self._beats.beat(engine, now_us) if self._state is InstanceSessionState.SERVING else None

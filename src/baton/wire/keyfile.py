@@ -1,4 +1,4 @@
-"""The file format of a kept secret: magic, secret, checksum.
+"""Keys: the file format of a kept secret (magic, secret, checksum), and the cluster key that a text stands for.
 
 A damaged file is not a secret: its owner makes a new one and loses only what was cached under the old one.
 """
@@ -14,6 +14,11 @@ _CHECK_BYTES = 8
 
 def write_key(secret: bytes) -> bytes:
     return _MAGIC + secret + _check(secret)
+
+
+def key_of_text(text: str) -> bytes:
+    """The cluster key that is given as a text, in an option or a file of the operator's."""
+    return hashlib.blake2b(text.encode(), digest_size=KEY_BYTES, person=b"baton-cluster").digest()
 
 
 def read_key(data: bytes) -> bytes | None:

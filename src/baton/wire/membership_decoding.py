@@ -24,7 +24,9 @@ def heartbeat_of(beat: HeartbeatMessage, attempts: Mapping[int, ChoiceAttempt]) 
         PhaseReport(attempts[serial], phase, ago_us) for serial, phase, ago_us in beat.notes if serial in attempts
     )  # fmt: skip
     preempted = tuple((attempts[serial], count) for serial, count in beat.preempted if serial in attempts)
-    return Heartbeat(beat.gauges, beat.engine_silent_us, beat.computing, names, notes, preempted)
+    return Heartbeat(
+        beat.gauges, beat.engine_silent_us, beat.computing, names, notes, preempted, beat.engine_runs, beat.step_limit_us
+    )
 
 
 def tokens_left(submission: Submission, context_tokens: int) -> int:

@@ -126,6 +126,10 @@ class HeartbeatMessage(WireMessage, tag="beat", frozen=True):
     """(serial, phase, microseconds ago)"""
     preempted: Annotated[tuple[tuple[Long, Long], ...], Meta(max_length=NOTES_A_BEAT_MAX)] = ()
     """(serial, preemptions so far, here and before it came here)"""
+    engine_runs: bool = True
+    """Whether the process of a silent engine uses a CPU or waits for one."""
+    step_limit_us: Long = 60_000_000
+    """Time after which a step that has not ended is a stall."""
 
 
 class Leaving(WireMessage, tag="leaving", frozen=True):

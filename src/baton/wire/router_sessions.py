@@ -45,6 +45,7 @@ from baton.core.routing.events import (
     InstanceJoined,
     InstanceLost,
     Join,
+    MessageCame,
     OrderDrain,
     RejectInstance,
     RequestArrived,
@@ -342,9 +343,11 @@ class RouterSessions:
             raise WireError(f"{len(sent.choices)} choices were accepted as {len(message.serials)} requests")
         took = session.table.take(message)
         acts = _messages(session, took.orders)
-        for news in took.news:
-            if isinstance(news, request_table.GroupAccepted) and sent is not None:
-                acts += self._open(session, sent, news.serials, now_us)
+        opened = [news for news in took.news if isinstance(news, request_table.GroupAccepted)] if sent is not None else []
+        if sent is None or not opened:
+            return acts + self._handle(MessageCame(session.number), now_us)
+        for news in opened:
+            acts += self._open(session, sent, news.serials, now_us)
         return acts
 
     def _open(self, session: _InstanceSession, sent: _SentAttempt, serials: tuple[int, ...], now_us: int) -> list[Act]:
@@ -359,20 +362,21 @@ class RouterSessions:
         return acts + self._handle(AttemptAccepted(session.number, sent.id), now_us)
 
     def _refused(self, session: _InstanceSession, message: RefusedMessage, now_us: int) -> list[Act]:
-        acts: list[Act] = []
-        for news in session.table.take(message).news:
-            if isinstance(news, request_table.GroupDeclined):
-                sent = session.tickets.pop(news.ticket)
-                del session.attempts[sent.id]
-                acts += self._handle(AttemptRefused(session.number, sent.id, news.refusal), now_us)
+        took = session.table.take(message).news
+        declined = [news for news in took if isinstance(news, request_table.GroupDeclined)]
+        acts = [] if declined else self._handle(MessageCame(session.number), now_us)
+        for news in declined:
+            sent = session.tickets.pop(news.ticket)
+            del session.attempts[sent.id]
+            acts += self._handle(AttemptRefused(session.number, sent.id, news.refusal), now_us)
         return acts
 
     def _on_step(self, session: _InstanceSession, output: StepOutput, now_us: int) -> list[Act]:
         step = session.table.take(output).step
+        news = [] if step is None else _token_events(session, step)
+        acts = [] if news else self._handle(MessageCame(session.number), now_us)  # of choices that were called back
         if step is None:
-            return []
-        news = _token_events(session, step)
-        acts: list[Act] = []
+            return acts
         for serial in step.ended:
             run = session.running.pop(serial)
             run.over = True

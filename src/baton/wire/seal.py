@@ -26,7 +26,8 @@ A frame, little-endian; both tags are keyed BLAKE2b with the key of their direct
 
 `number` counts the frames of a direction from 0, so a repeated, omitted or reordered frame is rejected. The length has its
 own tag, so that a flipped bit in it is detected at once, and a sender without the key cannot make us buffer a frame. A
-stream that is cut off is not detected here: no frame comes, and the driver sees the end of the stream.
+stream that is cut off is not detected here: no frame comes, and the driver sees the end of the stream. Stages, time limits
+and signs of life are of `wire.sealed_stream`.
 
 Frames are authenticated, not encrypted.
 """
@@ -41,10 +42,9 @@ from typing import NamedTuple
 
 from baton.core.config import BadConfig
 from baton.core.errors import BatonError
-from baton.wire.engine_messages import WireError
-from baton.wire.link import PACKET_BYTES_MAX
+from baton.wire.engine_messages import FRAME_BYTES_MAX, WireError
 
-SEAL_VERSION = 1
+SEAL_VERSION = 2
 NONCE_BYTES = 32
 KEY_BYTES_MIN = 16
 NAME_BYTES_MAX = 128
@@ -140,11 +140,11 @@ class Seal:
         self._outgoing = self._hello if side is SealSide.CONNECTOR else b""
 
     @classmethod
-    def connect(cls, key: bytes, name: str, nonce: bytes, frame_bytes_max: int = PACKET_BYTES_MAX) -> Seal:
+    def connect(cls, key: bytes, name: str, nonce: bytes, frame_bytes_max: int = FRAME_BYTES_MAX) -> Seal:
         return cls(SealSide.CONNECTOR, key, name, nonce, frame_bytes_max)
 
     @classmethod
-    def accept(cls, key: bytes, name: str, nonce: bytes, frame_bytes_max: int = PACKET_BYTES_MAX) -> Seal:
+    def accept(cls, key: bytes, name: str, nonce: bytes, frame_bytes_max: int = FRAME_BYTES_MAX) -> Seal:
         return cls(SealSide.ACCEPTOR, key, name, nonce, frame_bytes_max)
 
     @property
@@ -159,9 +159,14 @@ class Seal:
     @property
     def peer_name(self) -> str:
         """The other side's name; known once it has proved that it holds the key."""
-        if self._peer is None or not self.is_open:
+        if self._peer is None or not self.is_proved:
             raise SealClosed("the other side has not proved itself")
         return self._peer.name
+
+    @property
+    def is_proved(self) -> bool:
+        """Whether both sides have proved themselves, whatever came after."""
+        return bool(self._open_key)
 
     def outgoing(self) -> bytes:
         """Handshake bytes to send now, before anything sealed. Call at the start and after each `take`."""
@@ -180,10 +185,15 @@ class Seal:
 
     def take(self, data: bytes) -> list[bytes]:
         """The frames completed by these bytes. After SealBroken every later call raises it again."""
+        frames: list[bytes] = []
+        self.take_into(data, frames)
+        return frames
+
+    def take_into(self, data: bytes, frames: list[bytes]) -> None:
+        """Append the frames completed by these bytes; those before the bytes that raise SealBroken are appended too."""
         if self._fault is not None:
             raise SealBroken(self._fault, "the connection was given up for this before")
         self._buffer += data
-        frames: list[bytes] = []
         try:
             while self._advance(frames):
                 pass
@@ -193,7 +203,6 @@ class Seal:
             self._buffer.clear()
             self._outgoing = b""
             raise
-        return frames
 
     def _advance(self, frames: list[bytes]) -> bool:
         """Consume the next part of the stream; False while it is incomplete."""
@@ -245,7 +254,7 @@ class Seal:
         if len(self._buffer) < PROOF_BYTES:
             return False
         other = self._side.other
-        if not hmac.compare_digest(self._cut(PROOF_BYTES), self._derived("proof", other)):
+        if not self._proves(self._cut(PROOF_BYTES)):
             raise SealBroken(SealFault.WRONG_KEY, "the other side does not prove that it holds our key")
         if self._side is SealSide.ACCEPTOR:
             self._outgoing += self._derived("proof", self._side)
@@ -253,6 +262,10 @@ class Seal:
         self._open_key = self._derived("frames", other)
         self._state = SealState.OPEN
         return True
+
+    def _proves(self, proof: bytes) -> bool:
+        """Whether the other side made this proof with our key, for this connection and its own side."""
+        return hmac.compare_digest(proof, self._derived("proof", self._side.other))
 
     def _derived(self, what: str, side: SealSide) -> bytes:
         """A key or proof for one purpose and one side, bound to this connection."""
@@ -271,19 +284,24 @@ class Seal:
         if not hmac.compare_digest(self._buffer[_HEAD.size : _HEAD_BYTES], _head_tag(self._open_key, head)):
             raise SealBroken(SealFault.FORGED, f"the head of frame {self._opened} has a wrong tag")
         number, length = _HEAD.unpack(head)
-        if number != self._opened:
+        if not self._is_due(number):
             raise SealBroken(SealFault.OUT_OF_SEQUENCE, f"frame {number} came where frame {self._opened} was due")
         if length > self._frame_bytes_max:
             raise SealBroken(SealFault.OVERSIZED, f"a frame of {length} bytes is over the limit of {self._frame_bytes_max}")
-        if len(self._buffer) < _HEAD_BYTES + length + TAG_BYTES:
+        end = _HEAD_BYTES + length
+        if len(self._buffer) < end + TAG_BYTES:
             return False
-        self._cut(_HEAD_BYTES)
-        frame, tag = self._cut(length), self._cut(TAG_BYTES)
+        sealed = self._cut(end + TAG_BYTES)
+        frame, tag = sealed[_HEAD_BYTES:end], sealed[end:]
         if not hmac.compare_digest(tag, _body_tag(self._open_key, head, frame)):
             raise SealBroken(SealFault.FORGED, f"frame {self._opened} has a wrong tag")
         self._opened += 1
         frames.append(frame)
         return True
+
+    def _is_due(self, number: int) -> bool:
+        """Whether a frame with this number comes next in this direction."""
+        return number == self._opened
 
     def _cut(self, count: int) -> bytes:
         with memoryview(self._buffer) as view:

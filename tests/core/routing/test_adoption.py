@@ -100,6 +100,49 @@ def test_what_ended_meanwhile_is_delivered_with_its_end() -> None:
     assert bench.delivered(body) == [5, 6]
 
 
+@pytest.mark.parametrize("heard", [True, False])
+def test_an_end_that_an_instance_reports_at_every_join_is_billed_once(heard: bool) -> None:
+    """It keeps the end of an attempt until the request is over; `heard`: it came before the connection was lost."""
+    bench = Bench(RouterConfig(preempt_retry_count=1))
+    session = bench.join(facts("a"))
+    body, send = bench.open(*choices("x", 1))
+    end = ended(FinishReason.RESCHEDULE, PREEMPTED, Bill(preemptions=1, queue_us=7))
+    bench.came(send, 5, end=end if heard else None)
+    for _ in range(3):
+        bench.tell(InstanceLost(session, "reset"))
+        session = bench.join(facts("a"), held(41, 5, end=end))
+    bench.pass_us(2_000_000)
+    (again,) = bench.of(SendAttempt)
+    assert again.group[0].resumes_in_place, "it has used up its one move"
+    assert again.group[0].preemptions == 1
+    bench.take(again)
+    bench.came(again, 6, end=ended(FinishReason.STOP, bill=Bill(queue_us=5)))
+    (last,) = [item.outcome for item in bench.of(DeliverTokens) if item.outcome is not None]
+    assert (last.bill.preemptions, last.bill.queue_us) == (1, 12)
+    assert bench.delivered(body) == [5, 6]
+
+
+def test_an_end_of_another_attempt_at_the_same_instance_is_billed_too() -> None:
+    bench = Bench(RouterConfig(preempt_retry_count=3, backoff_us=1, backoff_us_max=1))
+    bench.join(facts("a"))
+    _, send = bench.open(*choices("x", 1))
+    end = ended(FinishReason.RESCHEDULE, PREEMPTED, Bill(preemptions=1, queue_us=7))
+    bench.came(send, end=end)
+    bench.pass_us(100_000)
+    (again,) = bench.of(SendAttempt)
+    bench.take(again)
+    bench.tell(InstanceLost(again.session, "reset"))
+    second = msgspec.structs.replace(choices("x", 1)[0], preemptions=1)
+    bench.join(facts("a"), replace(held(42, end=end), submission=second, preemptions=2))
+    bench.pass_us(2_000_000)
+    third = bench.ever(SendAttempt)[-1]
+    assert third.group[0].preemptions == 2
+    bench.take(third)
+    bench.came(third, 6, end=ended(FinishReason.STOP))
+    (last,) = [item.outcome for item in bench.of(DeliverTokens) if item.outcome is not None]
+    assert (last.bill.preemptions, last.bill.queue_us) == (2, 14)
+
+
 def test_an_instance_that_was_lost_before_it_could_say_that_it_took_a_body_has_opened_it() -> None:
     bench = Bench()
     session = bench.join(facts("a"))

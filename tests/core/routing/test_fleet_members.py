@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from baton.core.config import BadConfig
@@ -12,6 +14,7 @@ from baton.core.routing.config import RouterConfig
 from baton.core.routing.events import (
     AdmitInstance,
     CancelChoices,
+    ClientLeft,
     CloseSession,
     DeadlineCame,
     DeliverTokens,
@@ -22,13 +25,14 @@ from baton.core.routing.events import (
     InstanceDrains,
     InstanceJoined,
     InstanceLost,
+    MessageCame,
     OrderDrain,
     RejectInstance,
     SendAttempt,
     Session,
     TellPrefillPeers,
 )
-from baton.core.routing.fleet_members import FENCE_US, FleetMembers, MemberMove
+from baton.core.routing.fleet_members import FENCE_US, SECOND_LOOK_US, FleetMembers, MemberMove
 from baton.core.routing.router import SETTLE_US
 from tests.support.routing import Bench, ended, facts, held, submission
 
@@ -221,6 +225,40 @@ def test_what_the_router_slept_through_is_nobodys_silence() -> None:
     assert bench.of(CloseSession)
 
 
+@pytest.mark.parametrize("beats", [1.5, 1.9, 2.5, 20])
+def test_time_in_which_the_router_stood_still_is_no_silence_of_an_instance(beats: float) -> None:
+    """Also not with the shortest time of silence that may be set, and a sign of life that was just due."""
+    bench = Bench(RouterConfig(beat_us=200_000, suspect_us=400_000))
+    bench.join(facts("a"))
+    bench.pass_us(150_000, "a")
+    bench.arrive(submission("x"))
+    bench.now_us += int(beats * 200_000)
+    bench.tell(DeadlineCame())
+    assert not bench.ever(CloseSession)
+    bench.pass_us(400_000, "a")
+    assert bench.ever(CloseSession)
+
+
+@pytest.mark.parametrize("kind", ["tokens", "answer", "other"])
+def test_an_instance_is_not_silent_while_any_message_of_it_comes(kind: str) -> None:
+    """Also one about a choice that it does not have any more, from this router's point of view."""
+    bench = Bench()
+    bench.join(facts("a"))
+    body, send = bench.open(submission("x"))
+    bench.tell(ClientLeft(body))
+    for _ in range(20):
+        bench.pass_us(bench.config.suspect_us // 3, "a")
+        if kind == "tokens":
+            bench.came(send, 1)
+        elif kind == "answer":
+            bench.take(send)
+        else:
+            bench.tell(MessageCame(send.session))
+    assert not bench.ever(CloseSession)
+    bench.pass_us(bench.config.suspect_us + bench.config.beat_us, "a")
+    assert bench.ever(CloseSession)
+
+
 def test_a_silent_engine_behind_a_living_front_end_is_found() -> None:
     bench = Bench()
     session = bench.join(facts("a"))
@@ -231,13 +269,73 @@ def test_a_silent_engine_behind_a_living_front_end_is_found() -> None:
     assert changes(bench) == [("a", "suspected")]
 
 
+def test_a_silent_engine_that_runs_is_late_and_has_three_seconds() -> None:
+    bench = Bench()
+    session = bench.join(facts("a"))
+    bench.tell(HeartbeatCame(session, Heartbeat(SchedulerGauges(), 2_999_999, False, engine_runs=True)))
+    assert not bench.of(CloseSession)
+    bench.tell(HeartbeatCame(session, Heartbeat(SchedulerGauges(), 3_000_000, False, engine_runs=True)))
+    assert changes(bench) == [("a", "suspected")]
+
+
+@given(st.lists(st.integers(1_000, 3_000_000), min_size=1, max_size=20))
+def test_a_router_that_stands_still_suspects_nobody_whose_messages_wait_for_it(gaps_us: list[int]) -> None:
+    """It wakes up late, finds its own timer due first, and reads what has come only then."""
+    bench = Bench()
+    session = bench.join(facts("a"))
+    for gap_us in gaps_us:
+        bench.now_us += gap_us
+        bench.tell(DeadlineCame())
+        assert not bench.of(CloseSession)
+        bench.tell(HeartbeatCame(session, Heartbeat(SchedulerGauges(), 0, False)))
+        assert not bench.of(CloseSession)
+
+
+def test_silence_is_looked_at_twice() -> None:
+    """At the limit nobody is removed yet: what has arrived and was not read is read before the second look."""
+    config = RouterConfig()
+    bench = Bench()
+    session = bench.join(facts("a"))
+    heard_us = bench.now_us
+    while bench.now_us < heard_us + config.suspect_us:
+        bench.now_us = bench.router.next_deadline() or 0
+        bench.tell(DeadlineCame())
+        assert not bench.of(CloseSession)
+    assert bench.now_us == heard_us + config.suspect_us, "the first look is due when the limit is reached"
+    assert bench.router.next_deadline() == bench.now_us + SECOND_LOOK_US
+    bench.tell(HeartbeatCame(session, Heartbeat(SchedulerGauges(), 0, False)))
+    bench.now_us += SECOND_LOOK_US
+    bench.tell(DeadlineCame())
+    assert not bench.of(CloseSession), "it was only late"
+    silent_us = bench.now_us
+    while not bench.of(CloseSession):
+        bench.now_us = bench.router.next_deadline() or 0
+        bench.tell(DeadlineCame())
+    assert bench.now_us <= silent_us + config.suspect_us + SECOND_LOOK_US
+
+
+def test_time_in_which_an_engine_is_silent_is_no_time_of_its_step() -> None:
+    bench = Bench()
+    session = bench.join(facts("a"))
+    for silent_ms in (0, 200, 400, 600, 800, 1000, 1200, 0, 0, 0):
+        bench.now_us += 200_000
+        bench.tell(DeadlineCame())
+        sign = Heartbeat(
+            SchedulerGauges(steps=1), silent_ms * 1000, computing=True, engine_runs=True, step_limit_us=1_100_000
+        )
+        bench.tell(HeartbeatCame(session, sign))
+        assert not bench.of(CloseSession)
+
+
 def test_an_engine_that_computes_and_finishes_no_step_is_stuck() -> None:
-    bench = Bench(RouterConfig(stuck_us=2_000_000))
+    bench = Bench()
     session = bench.join(facts("a"))
 
     def beat(computing: bool, steps: int) -> list[tuple[str, str]]:
         bench.now_us += 200_000
-        bench.tell(HeartbeatCame(session, Heartbeat(SchedulerGauges(steps=steps), 0, computing)))
+        sign = Heartbeat(SchedulerGauges(steps=steps), 0, computing, step_limit_us=2_000_000)
+        bench.tell(DeadlineCame())
+        bench.tell(HeartbeatCame(session, sign))
         return changes(bench)
 
     assert not any(beat(computing=False, steps=5) for _ in range(30)), "it has nothing to do"

@@ -79,6 +79,23 @@ def test_rows_come_in_the_order_stops_chunks_decodes(executor: TorchCpuExecutor)
     assert len(third.tokens) == 1
 
 
+def test_a_step_tried_at_the_start_leaves_nothing_behind_and_grows_with_the_tokens_of_a_step(folder: Path) -> None:
+    answers = []
+    for tries in (False, True):
+        with contextlib.closing(
+            TorchCpuExecutor.load(folder, dtype="float32", slots=4, blocks=40, block_size=BLOCK_SIZE)
+        ) as made:
+            if tries:
+                assert made.try_step(1) > 0
+                assert made.try_step(64_000) > 1000
+            chunk = (Chunk(0, 1, 0, 5, samples=True),)
+            made.launch(StepPlan(1, 0, starts=(start(0, 1, 5, [0]),), chunks=chunk))
+            first = made.collect()
+            made.launch(StepPlan(2, 1, **decodes((0, 1))))
+            answers.append((first.tokens.tolist(), first.known.tolist(), made.collect().tokens.tolist()))
+    assert answers[0] == answers[1]
+
+
 def test_a_slot_and_epoch_it_does_not_hold_is_an_empty_slot(executor: TorchCpuExecutor) -> None:
     executor.launch(StepPlan(1, 0, starts=(start(0, 5, 3, [0]),), chunks=(Chunk(0, 5, 0, 3, samples=True),)))
     executor.collect()

@@ -11,27 +11,21 @@ The index maps keys to blocks. `blocks` knows which rows use a block. Looking up
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import NewType, cast
 
+from baton.core.content_hashes import KEY_BYTES as KEY_BYTES
+from baton.core.content_hashes import ContentHashes
 from baton.core.engine.change_journal import PrefixJournal
 from baton.core.engine.request import Tokens
 from baton.core.errors import InvariantViolated
 
 Key = NewType("Key", bytes)
 
-KEY_BYTES = 16
-
 
 class PrefixIndex:
-    def __init__(self, secret: bytes, fingerprint: bytes, blocks: int) -> None:
-        # The secret, hashed to a fixed length, goes in front of what is hashed. BLAKE2 is a sound keyed hash that way too:
-        # its output cannot be extended. Its own keyed mode pads the key to a whole block, which would double the work.
-        # Copying a hasher that has the key is faster than making one.
-        key = hashlib.blake2b(secret, digest_size=32, person=b"key").digest()
-        self._root_hasher = hashlib.blake2b(key, digest_size=KEY_BYTES, person=b"root")
-        self._block_hasher = hashlib.blake2b(key, digest_size=KEY_BYTES, person=b"block")
+    def __init__(self, secret: bytes | ContentHashes, fingerprint: bytes, blocks: int) -> None:
+        self.hashes = secret if isinstance(secret, ContentHashes) else ContentHashes(secret)
         self.fingerprint = fingerprint
         self._block_of: dict[Key, int] = {}
         self._key_of: list[Key | None] = [None] * blocks
@@ -51,15 +45,11 @@ class PrefixIndex:
         return self.journal
 
     def root(self, salt: bytes) -> Key:
-        hasher = self._root_hasher.copy()
-        hasher.update(len(self.fingerprint).to_bytes(4, "little") + self.fingerprint + salt)
-        return Key(hasher.digest())
+        return Key(self.hashes.root(len(self.fingerprint).to_bytes(4, "little") + self.fingerprint + salt))
 
     def chain(self, parent: Key, tokens: bytes) -> Key:
         """The key of the block that holds `tokens` (int32, little-endian) after `parent`."""
-        hasher = self._block_hasher.copy()
-        hasher.update(parent + tokens)
-        return Key(hasher.digest())
+        return Key(self.hashes.block(parent, tokens))
 
     def chain_each(self, parents: Sequence[Key], data: bytes) -> list[Key]:
         """The key of each parent's next block; `data` has their tokens end to end, the same number for each."""
@@ -68,19 +58,9 @@ class PrefixIndex:
         return [self.chain(parent, data[at : at + width]) for parent, at in zip(parents, begins, strict=True)]
 
     def keys_of(self, tokens: Tokens, salt: bytes, block_size: int) -> list[Key]:
-        """The root, then the key of each full block of `tokens`.
-
-        `chain` inlined, because a long prompt has thousands of blocks.
-        """
-        key: bytes = self.root(salt)
-        keys = [key]
-        new_hasher, data, width = self._block_hasher.copy, tokens.tobytes(), block_size * tokens.itemsize
-        for at in range(0, len(data) - width + 1, width):
-            hasher = new_hasher()
-            hasher.update(key + data[at : at + width])
-            key = hasher.digest()
-            keys.append(key)
-        return cast("list[Key]", keys)
+        """The root, then the key of each full block of `tokens`."""
+        root = self.root(salt)
+        return cast("list[Key]", [root, *self.hashes.chain(root, tokens.tobytes(), block_size * tokens.itemsize)])
 
     def longest(self, keys: Sequence[Key]) -> list[int]:
         """The blocks of the longest indexed run of `keys` (without the root)."""

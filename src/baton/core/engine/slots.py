@@ -72,6 +72,32 @@ class Slots:
         self._outputs = np.zeros((slots, outputs_max + CACHE_LINE_TOKENS), dtype=np.int32)
         self._empty = list(range(slots - 1, -1, -1))
 
+    def snapshot_fields(self) -> dict[str, object]:
+        """Of the two wide columns, what occupied rows use: the rest was never written, or is not read again."""
+        used = np.where(self.serial == NO_REQUEST, 0, self.known - self.prompt)
+        outputs = [self._outputs[slot, :count] for slot, count in enumerate(used.tolist())]
+        tables = [self.table[slot, : self._held_now(slot)] for slot in range(self.slots)]
+        packed = {"table": np.concatenate(tables), "_outputs": np.concatenate(outputs)}
+        return {**vars(self), **packed, "widths": (self.table.shape[1], self._outputs.shape[1])}
+
+    def restore_fields(self, fields: dict[str, object]) -> None:
+        widths, table, outputs = fields.pop("widths"), fields["table"], fields["_outputs"]
+        if not (isinstance(widths, tuple) and isinstance(table, np.ndarray) and isinstance(outputs, np.ndarray)):
+            raise TypeError("columns of a slot table")
+        vars(self).update(fields)
+        self.table = np.zeros((self.slots, widths[0]), dtype=np.int32)
+        self._outputs = np.zeros((self.slots, widths[1]), dtype=np.int32)
+        table_at = outputs_at = 0
+        for slot in range(self.slots):
+            held = self._held_now(slot)
+            count = 0 if self.serial[slot] == NO_REQUEST else int(self.known[slot] - self.prompt[slot])
+            self.table[slot, :held] = table[table_at : table_at + held]
+            self._outputs[slot, :count] = outputs[outputs_at : outputs_at + count]
+            table_at, outputs_at = table_at + held, outputs_at + count
+
+    def _held_now(self, slot: int) -> int:
+        return 0 if self.serial[slot] == NO_REQUEST else int(self.held[slot])
+
     @property
     def has_room(self) -> bool:
         return bool(self._empty)

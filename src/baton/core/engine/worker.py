@@ -115,6 +115,7 @@ class PrefillMeter:
 class Worker:
     def __init__(self, config: WorkerConfig, prefix: PrefixIndex, handover_secret: bytes = b"") -> None:
         self.config = config
+        self.hashes = prefix.hashes
         self.scheduler: Scheduler
         self.prefill_side: PrefillSide | None = None
         self.decode_side: DecodeSide | None = None

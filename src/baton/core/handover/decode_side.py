@@ -118,7 +118,7 @@ class DecodeSide(HandoverSide):
         self._resumes = config.on_preempt is OnPreempt.RESUME
         self._scheduler = scheduler
         self._rows = rows
-        self._fingerprint = scheduler.pool.prefix.fingerprint
+        self._prefix = scheduler.pool.prefix
         self._secret = hashlib.blake2b(secret, digest_size=32).digest()
         self._peers = PrefillPeers()
         self._open: dict[Serial, DecodeHandover] = {}
@@ -266,9 +266,8 @@ class DecodeSide(HandoverSide):
     def _grant(self, entry: DecodeHandover, lease: Lease) -> Acts:
         handover = entry.handover
         self._move(entry, DecodeHandoverMove.GRANT)
-        token = hashlib.blake2b(
-            f"{handover.request}/{handover.attempt}".encode(), key=self._secret, digest_size=DIGEST_BYTES
-        ).digest()
+        named = f"{handover.request}/{handover.attempt}".encode()
+        token = self._prefix.hashes.noted(hashlib.blake2b(named, key=self._secret, digest_size=DIGEST_BYTES).digest())
         entry.grant = Grant(handover.request, handover.attempt, lease.cached_tokens, self._config.lease_us, token)
         self._renew(entry)
         return [Expect(handover, token, lease.first, lease.blocks), Tell(handover.peer, entry.grant)]
@@ -316,7 +315,8 @@ class DecodeSide(HandoverSide):
     def _committed(self, entry: DecodeHandover | None, commit: Commit) -> Acts:
         if entry is None or entry.state not in (DecodeHandoverState.GRANTED, DecodeHandoverState.ARRIVING):
             return []  # ended, or committed already
-        wrong = _commit_error(entry.submission, commit, self._fingerprint, self._config.vocabulary)
+        digest = self._prefix.hashes.noted(prompt_digest(entry.submission, self._prefix.fingerprint))
+        wrong = _commit_error(entry.submission, commit, digest, self._config.vocabulary)
         if wrong is not None:
             return self._fail(entry, PdCode.NOT_DELIVERED, PdStage.TRANSFER, wrong)
         self._move(entry, DecodeHandoverMove.COMMIT)
@@ -385,9 +385,9 @@ def _release(entry: DecodeHandover, reason: str) -> Tell:
     return Tell(entry.handover.peer, Release(entry.handover.request, entry.handover.attempt, reason))
 
 
-def _commit_error(submission: Submission, commit: Commit, fingerprint: bytes, vocabulary: int) -> str | None:
+def _commit_error(submission: Submission, commit: Commit, digest: bytes, vocabulary: int) -> str | None:
     """Why a commit cannot be adopted."""
-    if commit.prompt_digest != prompt_digest(submission, fingerprint):
+    if commit.prompt_digest != digest:
         return "the KV is of another prompt, tenant or model"
     if not 0 <= commit.token < vocabulary:
         return f"there is no token {commit.token}"

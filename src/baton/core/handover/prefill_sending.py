@@ -19,7 +19,7 @@ class PrefillSending:
         self._scheduler = scheduler
         self._handovers = handovers
         self._block_size = scheduler.config.block_size
-        self._fingerprint = scheduler.pool.prefix.fingerprint
+        self._prefix = scheduler.pool.prefix
 
     def planned(self, plan: StepPlan) -> Acts:
         """Before its launch: order the blocks that this step computes to be sent, layer by layer."""
@@ -93,7 +93,7 @@ class PrefillSending:
             restored_tokens=request.bill.restored_tokens,
             queue_us=max(0, request.since_us - entry.arrived_us - request.bill.prefill_us),
             prefill_us=request.bill.prefill_us,
-            prompt_digest=prompt_digest(entry.submission, self._fingerprint),
+            prompt_digest=self._prefix.hashes.noted(prompt_digest(entry.submission, self._prefix.fingerprint)),
             checks=entry.checks,
             queued_tokens=self._handovers.queued_tokens,
         )

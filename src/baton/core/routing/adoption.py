@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec.structs import replace
 
+from baton.core.engine.ended import EndedRequest
 from baton.core.engine.request import NO_TOKENS, FinishReason, Submission
 from baton.core.handover.faults import PdCode, PdFault, PdStage
 from baton.core.routing.events import DeliverTokens, HeldChoice, RequestClaimed, TimelineStage, UnclaimedFound
@@ -24,6 +25,7 @@ from baton.core.routing.routed_request import (
     RoutedChoice,
     RoutedRequest,
     add_bill,
+    attempt_key,
     finished_as,
     is_preemption,
     leads,
@@ -52,14 +54,14 @@ class Adoption:
         keep: list[Kept] = []
         extras: dict[RequestNumber, dict[int, tuple[object, ...]]] = {}
         """Log-probabilities of the orphans found in this join, by choice."""
-        furthest = _furthest(held)
+        furthest, hashes = _furthest(held), self._requests.hashes
         digests: dict[bytes, bytes] = {}
         """Origin → digest: one origin may be megabytes long, and belong to hundreds of choices."""
         for item in held:
             if item.serial not in furthest:
                 continue
             if item.origin not in digests:
-                digests[item.origin] = digest_of(item.origin)
+                digests[item.origin] = hashes.noted(digest_of(item.origin))
             request = self._request_of(item, digests[item.origin])
             choice = None if request is None else request.choices[item.choice]
             if choice is None or not _wanted(choice, item):
@@ -103,7 +105,7 @@ class Adoption:
         choice.began_with = len(item.submission.prompt) + len(item.submission.generated)
         self._keep_seniority(choice, item)
         if item.end is not None:
-            add_bill(choice, item.end.bill)
+            self._count_once(choice, item.end, member)
         reason = item.end.reason if item.end is not None and item.end.reason in OVER else None
         if item.end is not None and reason is None:
             reason = finished_as(choice)
@@ -128,8 +130,14 @@ class Adoption:
         choice.preemptions = max(choice.preemptions, item.preemptions)
         if item.submission.resumes_in_place:
             choice.yields = max(choice.yields, count)
-        if item.end is not None and is_preemption(item.end):
-            choice.yields += 1
+
+    def _count_once(self, choice: RoutedChoice, end: EndedRequest, member: FleetMember) -> None:
+        """The end of an attempt, which this router may know already: an instance reports it until the request is over."""
+        key = attempt_key(choice, member)
+        if key not in choice.billed:
+            choice.billed.add(key)
+            add_bill(choice, end.bill)
+            choice.yields += is_preemption(end)
 
     def _make_wait(self, choice: RoutedChoice, item: HeldChoice) -> None:
         requests = self._requests

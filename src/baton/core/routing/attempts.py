@@ -33,6 +33,7 @@ from baton.core.routing.routed_request import (
     ChoiceState,
     RoutedChoice,
     add_bill,
+    attempt_key,
     fault_of,
     fault_of_refusal,
     finished_as,
@@ -67,7 +68,6 @@ class Attempts:
         if choice is None or choice.attempt is None:
             requests.counts.late += 1
             return
-        choice.attempt.member.heard_us = requests.now_us
         if choice.state is not ChoiceState.OPEN:
             self._came_after_cut(choice, event.end)
             return
@@ -90,6 +90,7 @@ class Attempts:
             return
         if tokens:
             requests.effects.append(DeliverTokens(event.attempt.request, choice.index, tokens, event.extras, cached, None))
+        choice.billed.add(attempt_key(choice, choice.attempt.member))
         cause = MoveCause.PREEMPTED if is_preemption(end) else MoveCause.LOST
         self.go_on_elsewhere(choice, cause, fault_of(end, choice.attempt.member.name))
 
@@ -139,8 +140,9 @@ class Attempts:
             self._requests.refuse(attempt.request, event.refusal)
             return
         for choice in sent:
-            cause = MoveCause.REFUSED if about_instance else MoveCause.UNFIT
-            self.go_on_elsewhere(choice, cause, fault_of_refusal(event.refusal))
+            if choice.attempt is not None:  # else its request ended with an earlier choice
+                cause = MoveCause.REFUSED if about_instance else MoveCause.UNFIT
+                self.go_on_elsewhere(choice, cause, fault_of_refusal(event.refusal))
 
     def _attempt(self, session: Session, which: AttemptId | ChoiceAttempt) -> Attempt | None:
         """None for an attempt that has ended, or of another session."""
@@ -187,12 +189,14 @@ class Attempts:
         if choice.request.deadline_us <= requests.now_us and not choice.request.opened:
             self._give_up(choice, requests.overdue(fault.reason))
             return
+        if choice.state is ChoiceState.OPEN:
+            choice.request.waits_since_us = requests.now_us
         if cause is MoveCause.PREEMPTED:
             requests.move_meter.yielded(choice, requests.now_us)
         requests.leave(choice)
         requests.move(choice, MOVE_OF[cause])
         requests.queue.enter(choice, requests.now_us + self._delay_us(choice, cause))
-        self._absence.wait()
+        self._absence.wait(choice.request)
         requests.counts.retries[cause.value] += 1
         stage = TimelineStage.PREEMPTED if cause is MoveCause.PREEMPTED else TimelineStage.MOVED
         requests.note(choice, stage, where, f"{cause.value}: {fault.reason}")

@@ -9,6 +9,9 @@ from typing import Annotated
 from baton.core.config import AtLeastOne
 from baton.core.setting import BadConfig, Bounds, Panel, Setting, Unit, check_bounds
 
+ENGINE_LATE_US = 3_000_000
+"""An engine that is silent but runs, on a machine that is busy, has at least this long."""
+
 
 class RoutingPolicy(StrEnum):
     """The way to choose an instance for a request."""
@@ -102,9 +105,7 @@ class RouterConfig:
         ),
         Bounds(least=1),
     ] = 600_000  # fmt: skip
-    """An instance without a sign of life, or with an engine without one, for this long is removed."""
-    stuck_us: AtLeastOne = 60_000_000
-    """An instance whose engine has steps in flight and finishes none for this long is removed."""
+    """An instance without a sign of life, or with an engine that is silent and does not run, for this long is removed."""
     drain_us: AtLeastOne = 30_000_000
     """Choices still open at a draining instance after this long continue elsewhere."""
     orphan_grace_us: Annotated[
@@ -138,3 +139,7 @@ class RouterConfig:
         check_bounds(self)
         if self.suspect_us < 2 * self.beat_us:
             raise BadConfig(f"suspect_us ({self.suspect_us}) must be at least twice beat_us ({self.beat_us})")
+
+    def engine_suspect_us(self, runs: bool) -> int:
+        """Silence after which an engine is given up; `runs`: its process uses a CPU or waits for one."""
+        return max(self.suspect_us, ENGINE_LATE_US) if runs else self.suspect_us

@@ -19,14 +19,14 @@ PASSED_OVER_MAX = 16
 
 
 class Dispatcher:
-    def __init__(self, requests: RoutedRequests, absence: ServerAbsence, prefix_secret: bytes, seed: int) -> None:
+    def __init__(self, requests: RoutedRequests, absence: ServerAbsence, seed: int) -> None:
         self.prefixes = PrefixDirectory()
         self._config = requests.config
         self._requests = requests
         self._absence = absence
         self._fleet = requests.fleet
         self._placement = Placement(requests.config, self.prefixes, seed)
-        self._query = PlacementQuery(requests.fleet, prefix_secret, self._placement.reads_keys)
+        self._query = PlacementQuery(requests.fleet, requests.hashes, self._placement.reads_keys)
 
     def arrived(self, event: RequestArrived) -> None:
         requests = self._requests
@@ -48,7 +48,7 @@ class Dispatcher:
         if waiting > waiting_max and request.choices[0].state is ChoiceState.WAITING:
             text = f"{waiting - len(request.choices)} choices wait for a place and at most {waiting_max} may"
             requests.decline(request, RefusalCode.QUEUE_FULL, text)
-        self._absence.wait()
+        self._absence.wait(request)
 
     def place(self) -> None:
         """Send every choice that is due and finds room, in the order of the queue."""

@@ -85,6 +85,10 @@ class Heartbeat:
     notes: tuple[PhaseReport, ...] = ()
     preempted: tuple[tuple[ChoiceAttempt, int], ...] = ()
     """Choices that were preempted and resume there, and how often each was so far, there and elsewhere."""
+    engine_runs: bool = False
+    """A second sign beside silence: the engine's process uses a CPU or waits for one, so it is late and not stopped."""
+    step_limit_us: int = 60_000_000
+    """Time after which a step there that has not ended is a stall."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,6 +130,13 @@ class InstanceJoined:
 class HeartbeatCame:
     session: Session
     sign: Heartbeat
+
+
+@dataclass(frozen=True, slots=True)
+class MessageCame:
+    """A message of an instance that concerns no open choice: it is a sign of life all the same."""
+
+    session: Session
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +223,7 @@ class DeadlineCame:
 RouterEvent = (
     InstanceJoined
     | HeartbeatCame
+    | MessageCame
     | InstanceLost
     | InstanceDrains
     | RequestArrived

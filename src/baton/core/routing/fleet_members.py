@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 NAMES_MAX = 4096
 """Most names whose last incarnation is remembered."""
+SECOND_LOOK_US = 50_000
+"""A member that was found silent is looked at again after this long, and removed if it still is: what has arrived at the
+router and was not read yet is read meanwhile."""
 FENCE_US = 60_000_000
 """An older incarnation may join this long after the newer one was last heard: then the clock that incarnations are read
 from was more likely set back."""
@@ -66,6 +69,8 @@ class FleetMember:
     """Time of its last message, shifted by the time in which the router was not awake."""
     progress_us: int
     """Time at which its engine last finished a step, or had none to compute."""
+    doubted_us: int | None = None
+    """When a look found it silent; None: the last look did not."""
     ledger: SchedulerGauges = field(default_factory=SchedulerGauges)
     choices: dict[tuple[int, int], RoutedChoice] = field(default_factory=dict)
     """Choices that are at this instance, by (request, choice)."""
@@ -251,27 +256,50 @@ class FleetMembers:
         for member in self.members.values():
             member.heard_us += late_us
             member.progress_us += late_us
+            if member.doubted_us is not None:
+                member.doubted_us += late_us
+
+    def heard(self, session: Session, now_us: int) -> None:
+        """A message came from there, whatever it is about."""
+        member = self.members.get(session)
+        if member is not None:
+            member.heard_us = now_us
 
     def beaten(self, member: FleetMember, sign: Heartbeat, now_us: int) -> Suspicion | None:
         if not sign.computing or sign.ledger.steps != member.ledger.steps:
             member.progress_us = now_us
+        elif sign.engine_silent_us >= self._config.beat_us:
+            member.progress_us += max(0, now_us - member.heard_us)  # an engine that cannot speak cannot compute either
         member.heard_us = now_us
         member.ledger = sign.ledger
         member.promised_blocks = 0
-        if sign.engine_silent_us >= self._config.suspect_us:
+        if sign.engine_silent_us >= self._config.engine_suspect_us(sign.engine_runs):
             return Suspicion(member, "suspected", f"its engine gave no sign of life for {sign.engine_silent_us // 1000} ms")
         stuck_us = now_us - member.progress_us
-        if stuck_us >= self._config.stuck_us:
+        if stuck_us >= sign.step_limit_us:
             return Suspicion(member, "stuck", f"its engine computes and finished no step for {stuck_us // 1000} ms")
         return None
 
     def silent(self, now_us: int) -> list[Suspicion]:
-        limit_us = self._config.suspect_us
-        return [
-            Suspicion(member, "suspected", f"no sign of life for {(now_us - member.heard_us) // 1000} ms")
+        """Members that were silent at an earlier look and still are; `next_look` says when to look again."""
+        suspicions = []
+        for member in self.members.values():
+            if now_us - member.heard_us < self._config.suspect_us:
+                member.doubted_us = None
+            elif member.doubted_us is None:
+                member.doubted_us = now_us
+            elif now_us - member.doubted_us >= SECOND_LOOK_US:
+                silent_ms = (now_us - member.heard_us) // 1000
+                suspicions.append(Suspicion(member, "suspected", f"no sign of life for {silent_ms} ms"))
+        return suspicions
+
+    def next_look(self) -> int | None:
+        """When a member may be silent for too long, or is looked at again."""
+        dues = (
+            member.heard_us + self._config.suspect_us if member.doubted_us is None else member.doubted_us + SECOND_LOOK_US
             for member in self.members.values()
-            if now_us - member.heard_us >= limit_us
-        ]
+        )
+        return min(dues, default=None)
 
     def drained_too_long(self, now_us: int) -> list[FleetMember]:
         """Draining members with open choices whose time is over."""

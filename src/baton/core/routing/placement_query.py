@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec.structs import replace
 
+from baton.core.content_hashes import ContentHashes
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.request import RequestId, Submission, frozen_tokens
 from baton.core.errors import InvariantViolated
@@ -20,9 +21,9 @@ from baton.core.routing.routed_request import RoutedChoice, leads
 
 
 class PlacementQuery:
-    def __init__(self, fleet: FleetMembers, prefix_secret: bytes, reads_keys: bool) -> None:
+    def __init__(self, fleet: FleetMembers, hashes: ContentHashes, reads_keys: bool) -> None:
         self._fleet = fleet
-        self._secret = prefix_secret
+        self._hashes = hashes
         self._reads_keys = reads_keys
         self._prefix: PrefixIndex | None = None
 
@@ -61,7 +62,7 @@ class PlacementQuery:
         if not self._reads_keys or model is None:
             return ()
         if self._prefix is None or self._prefix.fingerprint != model.fingerprint:
-            self._prefix = PrefixIndex(self._secret, model.fingerprint, 0)
+            self._prefix = PrefixIndex(self._hashes, model.fingerprint, 0)
         if choice.delivered:
             if choice.keys is None:
                 known = np.concatenate([submission.prompt, frozen_tokens(choice.delivered)])

@@ -127,6 +127,9 @@ class RoutedChoice:
     """While CUT: the number of tokens that count."""
     cached_tokens: int | None = None
     bill: Bill = field(default_factory=Bill)
+    billed: set[tuple[Instance, int, int, int]] = field(default_factory=set)
+    """Attempts that ended without ending it and are in its bill, as `attempt_key` tells them apart: their instances keep
+    such an end, and report it again when they connect again."""
     began_with: int = 0
     """Tokens that its last attempt started with."""
     keys: list[bytes] | None = None
@@ -181,6 +184,8 @@ class RoutedRequest:
     arrived_us: int
     deadline_us: int
     """By this time an instance must have accepted it."""
+    waits_since_us: int
+    """Time of its arrival, or since which an instance that had accepted it does not have it any more."""
     asked_us: int = 0
     """Unix time at which its first front end took it (`Submission.arrived_us`), whichever router that was."""
     priority: int = 0
@@ -253,6 +258,11 @@ def loss_of(choice: RoutedChoice, why: str) -> PdFault:
 
 def fault_of_refusal(refusal: Refusal) -> PdFault:
     return PdFault(PdCode.REFUSED, PdStage.OFFER, refusal.message)
+
+
+def attempt_key(choice: RoutedChoice, member: FleetMember) -> tuple[Instance, int, int, int]:
+    """Its last attempt there: an instance keeps one attempt of a choice; what it began with tells it from earlier ones."""
+    return member.name, member.facts.incarnation, choice.began_with, choice.sent_preemptions
 
 
 def add_bill(choice: RoutedChoice, bill: Bill) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
+from baton.core.content_hashes import ContentHashes
 from baton.core.engine.request import FinishReason
 from baton.core.errors import Refusal, RefusalCode
 from baton.core.handover.faults import PdCode, PdFault, PdStage
@@ -82,9 +83,10 @@ class RouterCounts:
 
 
 class RoutedRequests:
-    def __init__(self, config: RouterConfig, fleet: FleetMembers) -> None:
+    def __init__(self, config: RouterConfig, fleet: FleetMembers, hashes: ContentHashes) -> None:
         self.config = config
         self.fleet = fleet
+        self.hashes = hashes
         self.limits = RateLimits(config)
         self.counts = RouterCounts()
         self.queue = PlacementQueue()
@@ -112,8 +114,8 @@ class RoutedRequests:
 
     def open(self, number: RequestNumber, tenant: str | None, origin: bytes, choices: int) -> RoutedRequest:
         self._arrivals += 1
-        request = RoutedRequest(number, tenant, digest_of(origin), origin, self._arrivals, self.now_us,
-                                self.now_us + self.config.deadline_us, open_choices=choices)  # fmt: skip
+        request = RoutedRequest(number, tenant, self.hashes.noted(digest_of(origin)), origin, self._arrivals, self.now_us,
+                                self.now_us + self.config.deadline_us, self.now_us, open_choices=choices)  # fmt: skip
         request.choices = [RoutedChoice(request, index, None) for index in range(choices)]
         self.by_number[number] = self._in_time[number] = request
         if origin:

@@ -19,6 +19,7 @@ Has no clock, socket or random source: the real router process and the simulator
 
 from __future__ import annotations
 
+from baton.core.content_hashes import ContentHashes
 from baton.core.routing.adoption import Adoption
 from baton.core.routing.attempts import Attempts
 from baton.core.routing.config import RouterConfig
@@ -36,6 +37,7 @@ from baton.core.routing.events import (
     InstanceDrains,
     InstanceJoined,
     InstanceLost,
+    MessageCame,
     OrderDrain,
     RejectInstance,
     RequestArrived,
@@ -54,6 +56,8 @@ from baton.core.routing.server_absence import ServerAbsence
 
 ADDRESSES_MAX = 256
 """Most prefilling peers that a decoding instance is told of."""
+OWN_LAG_US = 20_000
+"""A router that handles its deadline this late, or later, stood still meanwhile."""
 SETTLE_US = 3_000_000
 """Time after the start by which all instances of an earlier router have connected."""
 
@@ -62,9 +66,10 @@ class Router:
     def __init__(self, config: RouterConfig, prefix_secret: bytes, seed: int) -> None:
         self.config = config
         self.fleet = FleetMembers(config)
-        self._requests = RoutedRequests(config, self.fleet)
+        self.hashes = ContentHashes(prefix_secret)
+        self._requests = RoutedRequests(config, self.fleet, self.hashes)
         self._absence = ServerAbsence(self._requests)
-        self._dispatcher = Dispatcher(self._requests, self._absence, prefix_secret, seed)
+        self._dispatcher = Dispatcher(self._requests, self._absence, seed)
         self._attempts = Attempts(self._requests, self._absence, seed)
         self._adoption = Adoption(self._requests)
         self._tick_us = 0
@@ -109,12 +114,17 @@ class Router:
         self._wake(now_us)
         match event:
             case TokensCame():
+                self.fleet.heard(event.session, now_us)
                 self._attempts.came(event)
             case HeartbeatCame():
                 self._beaten(event)
+            case MessageCame(session):
+                self.fleet.heard(session, now_us)
             case AttemptAccepted():
+                self.fleet.heard(event.session, now_us)
                 self._attempts.accepted(event)
             case AttemptRefused():
+                self.fleet.heard(event.session, now_us)
                 self._attempts.refused(event)
             case RequestArrived():
                 self._dispatcher.arrived(event)
@@ -133,6 +143,7 @@ class Router:
             case DeadlineCame():
                 self._due()
         if requests.should_place:
+            self._absence.expire()
             self._dispatcher.place()
         return effects
 
@@ -142,20 +153,22 @@ class Router:
         return sooner(due_us, self._tick_us) if self.fleet.members else due_us
 
     def _wake(self, now_us: int) -> None:
-        """An awake router has an event at least every beat: a longer gap is time in which it was not awake."""
-        gap_us, beat_us = now_us - self._requests.now_us, self.config.beat_us
+        """An awake router looks at its instances when that is due: what it is late by, it was not awake."""
+        late_us = now_us - max(self._tick_us, self._requests.now_us)
         self._requests.now_us = now_us
         if self._settles_us is None:
             self._settles_us = now_us + SETTLE_US
             self._absence.watch()
-        elif gap_us > 2 * beat_us and self.fleet.members:
-            self.fleet.excuse(gap_us - beat_us)
+        elif late_us > OWN_LAG_US and self.fleet.members:
+            self.fleet.excuse(late_us)
 
     def _due(self) -> None:
         now_us = self._requests.now_us
         self._tick_us = now_us + self.config.beat_us
         for suspicion in self.fleet.silent(now_us):
             self._suspect(suspicion.member, suspicion.what, suspicion.why)
+        look_us = self.fleet.next_look()
+        self._tick_us = self._tick_us if look_us is None else min(self._tick_us, look_us)
         for member in self.fleet.drained_too_long(now_us):
             self._attempts.move_all(member)
         self._tell_prefill_peers()

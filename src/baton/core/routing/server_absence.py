@@ -1,11 +1,16 @@
-"""Time limit of requests while no instance serves: those without a token end after `absent_us`, others at their deadline."""
+"""Time limit of requests while no instance serves: those without a token end after `absent_us`, others at their deadline.
+
+Counted from the time since which no instance serves and the request waits for one: from its arrival, or from the loss of an
+instance that had accepted it. A refusal does not start it again; a request that is refused after its time ends at once.
+"""
 
 from __future__ import annotations
 
 from baton.core.engine.request import FinishReason
 from baton.core.errors import RefusalCode
 from baton.core.handover.faults import PdCode, PdFault, PdStage
-from baton.core.routing.routed_requests import RoutedRequests
+from baton.core.routing.routed_request import RoutedRequest
+from baton.core.routing.routed_requests import RoutedRequests, sooner
 
 
 class ServerAbsence:
@@ -26,10 +31,10 @@ class ServerAbsence:
             self._since_us = requests.now_us
             self.due_us = requests.now_us + self._absent_us if requests.queue.count else None
 
-    def wait(self) -> None:
-        """A choice has entered the placement queue."""
-        if self._since_us is not None and self.due_us is None:
-            self.due_us = self._requests.now_us + self._absent_us
+    def wait(self, request: RoutedRequest) -> None:
+        """A choice of this request has entered the placement queue."""
+        if self._since_us is not None:
+            self.due_us = sooner(self.due_us, self._patient_until_us(request, self._since_us))
 
     def expire(self) -> None:
         requests, since_us, due_us = self._requests, self._since_us, self.due_us
@@ -38,13 +43,23 @@ class ServerAbsence:
         times = []
         text = f"no instance has served for {self._absent_us // 1000} ms"
         for request in dict.fromkeys(choice.request for choice in requests.queue.all_waiting()):
-            patience_us = max(since_us, request.arrived_us) + self._absent_us
-            if any(choice.delivered for choice in request.choices):
-                patience_us = max(patience_us, request.deadline_us)
-            if patience_us > requests.now_us:
+            patience_us = self._patient_until_us(request, since_us)
+            if _has_a_place(request):
+                times.append(requests.now_us + requests.config.beat_us)
+            elif patience_us > requests.now_us:
                 times.append(patience_us)
             elif request.opened:
                 requests.end_all(request, FinishReason.RESCHEDULE, PdFault(PdCode.NOT_DELIVERED, PdStage.PREFILL, text))
             else:
                 requests.decline(request, RefusalCode.NO_INSTANCE, text)
         self.due_us = min(times, default=None)
+
+    def _patient_until_us(self, request: RoutedRequest, since_us: int) -> int:
+        patience_us = max(since_us, request.waits_since_us) + self._absent_us
+        has_tokens = any(choice.delivered for choice in request.choices)
+        return max(patience_us, request.deadline_us) if has_tokens else patience_us
+
+
+def _has_a_place(request: RoutedRequest) -> bool:
+    """Whether an instance, one that drains, has another choice of the request."""
+    return any(choice.attempt is not None for choice in request.choices)

@@ -14,6 +14,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,8 +25,8 @@ import msgspec
 import numpy as np
 import torch
 
-from baton.core.engine.plan import NO_INT32S, Int32s, Logprobs, RowOutcome, StepPlan, StepResult
-from baton.core.engine.request import NO_TOKENS, Tokens
+from baton.core.engine.plan import NO_INT32S, Chunk, Int32s, Logprobs, RowOutcome, Start, StepPlan, StepResult, Stop
+from baton.core.engine.request import NO_TOKENS, Sampling, Tokens, frozen_tokens
 from baton.core.errors import InvariantViolated
 from baton.executor.contract import Allocate, ExecutorShape, KvView, LayerDone, zeroed
 from baton.executor.cpu.native_attention import NativeAttention, can_serve
@@ -50,6 +51,8 @@ NICENESS = 5
 """Niceness added to the computing threads."""
 NOTHING_RAN = 0
 """The `base_step` of the first plan of an executor."""
+TRIED_TOKENS = 64
+"""Tokens of the step that is tried at the start."""
 NAIVE = NaiveProposer()
 
 
@@ -164,6 +167,25 @@ class TorchCpuExecutor:
     @property
     def kv(self) -> KvView:
         return self._kv.view
+
+    def try_step(self, step_tokens: int) -> int:
+        """Compute TRIED_TOKENS tokens and return how many microseconds `step_tokens` may take. Before the first launch."""
+        tokens = min(TRIED_TOKENS, self.shape.context_tokens - 1, self.shape.blocks * self.shape.block_size, step_tokens)
+        if tokens < 1:
+            return 0
+        blocks = np.arange(-(-tokens // self.shape.block_size), dtype=np.int32)
+        ids = frozen_tokens(np.zeros(tokens, dtype=np.int32))
+        start = Start(0, 1, ids, tokens, 0, self.shape.context_tokens, Sampling(seed=0, temperature=0.0), blocks)
+        plan = StepPlan(0, 0, starts=(start,), chunks=(Chunk(0, 1, 0, tokens, samples=False),))
+        began_s = time.perf_counter()
+        self._thread.submit(self._try, plan).result()
+        took_us = (time.perf_counter() - began_s) * 1e6
+        self._thread.submit(self._try, StepPlan(0, 0, stops=(Stop(0, 1),))).result()
+        return round(took_us * max(1.0, step_tokens / tokens))
+
+    @torch.inference_mode()
+    def _try(self, plan: StepPlan) -> None:
+        self._step(plan)
 
     def launch(self, plan: StepPlan) -> None:
         self._launched.append(self._thread.submit(self._run, plan))

@@ -1,0 +1,39 @@
+"""A Worker whose calls a CallWatch makes: all calls that change it, and only those."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from baton.core.engine.change_journal import EngineChanges
+from baton.core.engine.orders import Submit
+from baton.core.engine.worker import Effect, Event, StepDone, Worker
+from baton.core.flight_recorder import CALL_BYTES, CallWatch
+
+METHODS = ("handle", "changes")
+ROW_BYTES = 96
+"""Of a row in a plan, its result and what is delivered of it."""
+
+
+class WatchedWorker:
+    def __init__(self, worker: Worker, watch: CallWatch) -> None:
+        self._worker = worker
+        self._watch = watch
+
+    def handle(self, event: Event, now_us: int) -> list[Effect]:
+        return self._watch.call("handle", self._worker.handle, event, now_us)
+
+    def changes(self, now_us: int) -> EngineChanges:
+        return self._watch.call("changes", self._worker.changes, now_us)
+
+    def next_deadline(self) -> int | None:
+        return self._worker.next_deadline()
+
+
+def weight_of(arguments: tuple[Any, ...]) -> int:
+    """Estimated bytes of a recorded call."""
+    event = arguments[0]
+    if type(event) is StepDone:
+        return CALL_BYTES + ROW_BYTES * len(event.result.slots)
+    if type(event) is Submit:
+        return CALL_BYTES + sum(item.prompt.nbytes + item.generated.nbytes for item in event.group)
+    return CALL_BYTES

@@ -1,0 +1,28 @@
+"""Seeds of worlds that once broke a law: none may break any.
+
+What was mended is tested where it is decided; a change in how worlds are drawn makes other worlds of these seeds.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.sim.fuzzed_run import FuzzedRun
+from baton.sim.scenario import draw_scenario
+
+ONCE_BROKEN = {
+    "a request refused by a draining instance waited for absent-timeout anew": 50746684,
+    "the time to drain was counted from a Join whose held requests came later": 94814429,
+    "a paused instance learned of its lost session when its grace was over": 406954596,
+    "an instance was suspected while its messages came, all about choices that were called back": 710000194,
+    "a router that stood still for less than two beats counted that as silence of an instance": 1791479938,
+    "steps launched on a slow device lasted longer than its slowness, and excused nothing": 1791480154,
+    "an instance whose welcome was lost waited for ever for a router that had died": 930000016,
+    "the end of an attempt was billed again at every join of its instance": 930000054,
+}
+
+
+@pytest.mark.parametrize("seed", ONCE_BROKEN.values(), ids=ONCE_BROKEN.keys())
+def test_a_world_that_once_broke_a_law_breaks_none(seed: int) -> None:
+    broken = FuzzedRun(draw_scenario(seed), always_audit=True).verdict().broken
+    assert broken is None, str(broken)
