@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -99,15 +100,11 @@ def integers_of(value: Any) -> Iterator[int]:
                 yield from integers_of(item)
         case bytes() if len(value) % 4 == 0:
             yield from np.frombuffer(value, dtype="<i4").tolist()
-            try:
+            with contextlib.suppress(msgspec.DecodeError):
                 yield from integers_of(msgspec.msgpack.decode(value))
-            except msgspec.DecodeError:
-                pass
         case bytes():
-            try:
+            with contextlib.suppress(msgspec.DecodeError):
                 yield from integers_of(msgspec.msgpack.decode(value))
-            except msgspec.DecodeError:
-                pass
         case int():
             yield value
 
@@ -225,7 +222,7 @@ def test_the_state_that_is_reached_is_compared_with_the_next_snapshot() -> None:
     machine = crowd()
     recorder = recorded(machine.driver, 50 * CALL_BYTES)
     drive(machine)
-    older, newer = recorder.segments()
+    older, _newer = recorder.segments()
     older.calls.pop()
     (differs, *_) = differences(file_of(recorder))
     assert differs.method == "snapshot"

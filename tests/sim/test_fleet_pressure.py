@@ -14,7 +14,7 @@ from baton.sim.run_records import RequestOutcome
 from baton.sim.scenario import FlatTimes
 from baton.sim.timed_transfers import KvLinkModel
 
-BLOCK_SIZE = 16
+BLOCK_SIZE = 4
 LARGEST_TOKENS = 240
 REQUESTS, CLIENTS = 48, 32
 POLICIES = list(product(ReservePolicy, VictimPolicy, OnPreempt))
@@ -37,7 +37,7 @@ def fleet(pools: int, reserve: ReservePolicy, victims: VictimPolicy, on_preempt:
         victims=victims,
         on_preempt=on_preempt,
     )
-    times = FlatTimes(2_000, 20)
+    times = FlatTimes(6_000, 30)
     split = PrefillDecodeSplit(1, config, times, KvLinkModel(4, 64 << 10, 10e9, 50)) if is_split else None
     return RunSpec("pressure", 3 if is_split else 2, config, times, load(pools), CLIENTS, seed=pools, split=split,
                    route=RoutingPolicy.CACHE_AWARE)  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 
 from baton.core.config import WorkerConfig
@@ -20,6 +21,8 @@ VOCABULARY = 32
 TEMPLATES = 4
 UNLIMITED_SHARE = 0.05
 STOP_STRING_SHARE = 0.15
+LOGPROBS = (None, None, None, None, 0, 2)
+"""Alternatives for each token; None: no log-probabilities."""
 SALTS = (b"", b"", b"", b"tenant")
 
 
@@ -69,6 +72,7 @@ def _choice(sampling: Sampling, choice: int) -> Sampling:
         temperature=sampling.temperature,
         stop_token_ids=sampling.stop_token_ids,
         min_tokens=sampling.min_tokens,
+        logprobs=sampling.logprobs,
     )
 
 
@@ -104,6 +108,8 @@ def draw_ask(stream: random.Random, index: int, config: WorkerConfig, rates: Fau
         stop_after=stop_after if finds_stop < STOP_STRING_SHARE else None,
         reads_every_us=reads_every_us if reads_slowly < rates.slow_reader else None,
     )
+    logprobs = stream.choice(LOGPROBS)
+    ask = ask if logprobs is None else replace(ask, sampling=msgspec.structs.replace(sampling, logprobs=logprobs))
     return _made_impossible(ask, kind, longest) if nonsense < rates.nonsense else ask
 
 

@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 
 from baton.core.engine.request import Submission
 from baton.core.errors import Refusal
-from baton.sim.client_requests import ClientRequest
+from baton.sim.client_requests import VOCABULARY, ClientRequest
 from baton.sim.faults import Fault
 from baton.sim.front_end import FrontEnd, SubmittedGroup
 from baton.sim.law_checker import Ended, LawChecker
-from baton.sim.law_names import ENDS_ONCE, SAME_TOKENS, LawBroken
+from baton.sim.law_names import ENDS_ONCE, SAME_TOKENS, TRUE_LOGPROBS, LawBroken
 from baton.sim.router_host import RouterHost, RouterRequest, UnclaimedAnswer
 from baton.sim.world import Host
+from baton.wire.engine_messages import LogprobLine
 from baton.wire.request_table import LostEntry
 
 RETRY_US = 30_000
@@ -64,6 +65,11 @@ class _Answer:
         new = tokens[len(again) :]
         self.heard += new
         return new
+
+
+def _scripted_logprobs(token: int, alternatives: int) -> LogprobLine:
+    """As `executor.scripted` gives them."""
+    return float(-token), tuple(((token + after) % VOCABULARY, float(-token - after)) for after in range(alternatives))
 
 
 class SimulatedClient:
@@ -126,8 +132,18 @@ class SimulatedClient:
         self.checker.refused(self.name, refusal, self.ask.impossible)
         self._end_all()
 
-    def progress(self, place: int, tokens: list[int], begin: int, end: int, cached: int | None, ended: Ended | None) -> None:
+    def progress(
+        self,
+        place: int,
+        tokens: list[int],
+        begin: int,
+        end: int,
+        cached: int | None,
+        ended: Ended | None,
+        logprobs: Sequence[LogprobLine] | None = None,
+    ) -> None:
         answer = self._answers[place]
+        self._compare_logprobs(answer, tokens[begin:end], logprobs)
         if answer.over and self._resumed:
             return  # an earlier router has delivered this choice
         tokens = answer.new_of(tokens[begin:end])
@@ -138,6 +154,16 @@ class SimulatedClient:
             answer.cut_again = False
             if not answer.over:
                 self._booking.stop(place, answer.keep)
+
+    def _compare_logprobs(self, answer: _Answer, tokens: list[int], lines: Sequence[LogprobLine] | None) -> None:
+        """The scripted executor's are minus the id of a token; those of tokens before a router's crash may be gone."""
+        asked = self.ask.sampling.logprobs
+        wanted = [] if asked is None else [_scripted_logprobs(token, asked) for token in tokens]
+        got = list(lines or ())
+        if self._resumed and len(got) <= len(wanted):
+            wanted = wanted[len(wanted) - len(got) :]
+        if got != wanted:
+            raise LawBroken(TRUE_LOGPROBS, f"{answer.name} got {got} for {tokens}, not {wanted}")
 
     def _hear(self, place: int, tokens: list[int], ended: Ended | None) -> None:
         if self.ask.reads_every_us is None:

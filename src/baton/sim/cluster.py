@@ -417,6 +417,7 @@ class _Client:
         end: int,
         cached: int | None,
         ended: EndedRequest | routing.ChoiceOutcome | None,
+        _logprobs: object = None,
     ) -> None:
         request = self._request
         if request.first_us is None and end > begin:

@@ -70,6 +70,7 @@ class Fault(StrEnum):
     DRAINED = "instance drained by order of the router"
     LEFT = "instance left under load"
     LATE_JOIN = "instance joined under load"
+    FRONT_CRASH = "front end of an instance crashed before its engine"
     ENGINE_STALL = "engine stood still while its front end went on"
     ENGINE_STOPPED = "engine stopped for good, and was killed by its front end"
     ENGINE_HANG = "step never ended, and the engine was killed by its front end"
@@ -135,6 +136,7 @@ CLASSES: dict[str, tuple[Fault, ...]] = {
     "old-life": (Fault.OUTLIVED,),
     "drain": (Fault.DRAINED, Fault.LEFT),
     "late-join": (Fault.LATE_JOIN,),
+    "front-crash": (Fault.FRONT_CRASH,),
     "engine-stall": (Fault.ENGINE_STALL, Fault.ENGINE_STOPPED, Fault.ENGINE_HANG, Fault.ENGINE_LATE, Fault.ZOMBIE),
     "forgery": (Fault.FORGED, Fault.FORGED_BY_MEMBER),
     "crowding": (Fault.LEG_REFUSED, Fault.LEG_YIELDED),
@@ -278,6 +280,7 @@ class FaultRates:
     engine_stalls: int = 0
     engine_hangs: int = 0
     busy_spells: int = 0
+    front_crashes: int = 0
     forgeries: int = 0
     slow_devices: int = 0
     disagreement: float = 0.0
@@ -368,6 +371,7 @@ def draw_rates(stream_of: dict[str, random.Random], classes: Collection[str]) ->
         engine_stalls=times("engine-stall", 2),
         engine_hangs=times("engine-stall", 2),
         busy_spells=times("engine-stall", 2),
+        front_crashes=times("front-crash", 2),
         forgeries=times("forgery", 4),
         slow_devices=times("device", 3),
         disagreement=rate("device", 0.0, 0.03),

@@ -16,7 +16,7 @@ from baton.core.engine.request import Submission
 from baton.core.errors import Refusal
 from baton.sim.law_names import ENDS_AT_ONCE, LawBroken
 from baton.sim.lines import LineEndpoint
-from baton.wire.engine_messages import FromEngine, ToEngine, decode_from_engine, encode_to_engine
+from baton.wire.engine_messages import FromEngine, LogprobLine, ToEngine, decode_from_engine, encode_to_engine
 from baton.wire.request_table import (
     EngineFailed,
     EngineReady,
@@ -36,9 +36,16 @@ class Submitter(Protocol):
     def declined(self, refusal: Refusal) -> None: ...
 
     def progress(
-        self, place: int, tokens: list[int], begin: int, end: int, cached_tokens: int | None, ended: EndedRequest | None
+        self,
+        place: int,
+        tokens: list[int],
+        begin: int,
+        end: int,
+        cached_tokens: int | None,
+        ended: EndedRequest | None,
+        logprobs: Sequence[LogprobLine] | None = None,
     ) -> None:
-        """`tokens[begin:end]` are new tokens of this choice."""
+        """`tokens[begin:end]` are new tokens of this choice; `logprobs` has a line for each where they were asked for."""
 
     def lost(self, place: int | None, end: LostEntry) -> None:
         """The instance is lost; `place` is None when it had not accepted the submission yet."""
@@ -182,10 +189,10 @@ class InstanceTable:
     def _deliver(self, step: StepColumns) -> None:
         """Pass each submitter the range of its tokens in the step's list, without copies."""
         callers, ended, tokens = self._callers, dict(step.ended), step.tokens
-        for serial, begin, end in zip(step.serials, step.begins, step.ends, strict=True):
+        for row, (serial, begin, end) in enumerate(zip(step.serials, step.begins, step.ends, strict=True)):
             over = ended.pop(serial, None) if ended else None
             caller, place = callers.pop(serial) if over is not None else callers[serial]
-            caller.progress(place, tokens, begin, end, step.cached.get(serial), over)
+            caller.progress(place, tokens, begin, end, step.cached.get(serial), over, step.logprobs.get(row))
         for serial, over in ended.items():
             caller, place = callers.pop(serial)
             caller.progress(place, tokens, 0, 0, None, over)

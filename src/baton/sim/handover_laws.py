@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
+from typing import get_args
 
 from baton.core.config import OnPreempt, WorkerConfig
 from baton.core.engine.ended import EndedRequest
@@ -32,6 +34,7 @@ from baton.core.handover.messages import (
     Heard,
     Offer,
     OpenShip,
+    PeerEvent,
     PeerId,
     PeerLost,
     PeerMessage,
@@ -58,6 +61,8 @@ from baton.sim.law_names import (
 
 PASS_US = 1_000
 """Allowance for the time between two passes of a worker."""
+_OF_PEERS = frozenset(get_args(PeerEvent))
+_first = itemgetter(0)
 
 
 @dataclass(slots=True)
@@ -82,8 +87,10 @@ class HandoverLaws:
         self._fencing: set[Handover] = set()
         """Fences ordered and not answered yet: nothing may be begun for these hand-overs."""
         self._failed: set[tuple[int, PdCode]] = set()
-        self._renewals: dict[Handover, int | None] = {}
-        """Hand-overs granted to this worker, and when each must be renewed next; None: no more renewals are due."""
+        self._renewals: dict[Handover, int] = {}
+        """Hand-overs granted to this worker, and when each must be renewed next."""
+        self._unrenewed: set[Handover] = set()
+        """Hand-overs of which no more renewals are due, even if their grant comes now."""
         self._drains = False
         self._now_us = 0
         self.made = 0
@@ -112,15 +119,17 @@ class HandoverLaws:
     def note(self, event: Event, effects: Sequence[Effect], deadline_us: int | None, now_us: int) -> None:
         """Called after each event; `deadline_us`: the worker's next deadline."""
         self._now_us = now_us
-        self._note_event(event, now_us)
+        if type(event) in _OF_PEERS:
+            self._note_event(event, now_us)
         for effect in effects:
             self._note_effect(event, effect, now_us)
-        if isinstance(event, Heard) and isinstance(event.message, Offer):
-            self._answered(event, event.message, effects)
+        if isinstance(event, Heard):
+            if isinstance(event.message, Offer):
+                self._answered(event, event.message, effects)
+            if self._drains and isinstance(event.message, Ask):
+                self._begins_nothing(event, event.message, effects)
         if isinstance(event, Drain):
             self._drains = True
-        if self._drains and isinstance(event, Heard) and isinstance(event.message, Ask):
-            self._begins_nothing(event, event.message, effects)
         self._lets_go(event)
         if self._leases or self._asked or self._renewals:
             self._in_time(isinstance(event, Tick), deadline_us, now_us)
@@ -134,9 +143,10 @@ class HandoverLaws:
             case Heard(peer, Ask() as message):
                 self._arrived.setdefault(_handover(peer, message), now_us)
             case Heard(peer, Grant() as message):
-                self._renewals.setdefault(_handover(peer, message), now_us + self._config.handover.renew_us)
+                if (handover := _handover(peer, message)) not in self._unrenewed:
+                    self._renewals.setdefault(handover, now_us + self._config.handover.renew_us)
             case Heard(peer, Release() as message):
-                self._renewals[_handover(peer, message)] = None
+                self._renew_no_more(_handover(peer, message))
             case Heard(peer, Decline() as message):
                 self._asked.pop(_handover(peer, message), None)
             case Heard(peer, Adopted() as message):
@@ -152,6 +162,7 @@ class HandoverLaws:
             case PeerLost(peer):
                 self._asked = {handover: at_us for handover, at_us in self._asked.items() if handover.peer != peer}
                 self._renewals = {handover: due_us for handover, due_us in self._renewals.items() if handover.peer != peer}
+                self._unrenewed = {handover for handover in self._unrenewed if handover.peer != peer}
 
     def _note_effect(self, event: Event, effect: Effect, now_us: int) -> None:
         match effect:
@@ -163,7 +174,7 @@ class HandoverLaws:
             case Tell(peer, Renew() as message):
                 self._renewals[_handover(peer, message)] = now_us + self._config.handover.renew_us
             case Tell(peer, Commit() | Decline() as message):
-                self._renewals[_handover(peer, message)] = None
+                self._renew_no_more(_handover(peer, message))
             case Tell(peer, Release() as message):
                 self._asked.pop(_handover(peer, message), None)
             case Expect(handover, _, _, blocks):
@@ -172,7 +183,7 @@ class HandoverLaws:
                 self._sign(handover, now_us)
             case Fence(handover):
                 self._fencing.add(handover)
-                self._renewals[handover] = None
+                self._renew_no_more(handover)
                 if handover in self._leases:
                     self._leases[handover].fencing = True
             case HandoverMade(handover):
@@ -194,6 +205,10 @@ class HandoverLaws:
                     self._ended(ended)
             case Withdrawn(ended):
                 self._ended(ended)
+
+    def _renew_no_more(self, handover: Handover) -> None:
+        self._renewals.pop(handover, None)
+        self._unrenewed.add(handover)
 
     def _sign(self, handover: Handover, now_us: int) -> None:
         if handover in self._leases:
@@ -230,14 +245,16 @@ class HandoverLaws:
 
     def _in_time(self, is_pass: bool, deadline_us: int | None, now_us: int) -> None:
         timed = self._config.handover
-        ends = [(handover, lease.sign_us + timed.lease_us) for handover, lease in self._leases.items() if not lease.fencing]
-        ends += [(handover, due_us) for handover, due_us in self._renewals.items() if due_us is not None]
-        ends += [(handover, asked_us + timed.deadline_us) for handover, asked_us in self._asked.items()]
-        for handover, end_us in ends:
-            if is_pass and now_us > end_us:
-                raise LawBroken(LEASES_END, f"{self._where}: {handover} should have ended {now_us - end_us} µs ago")
-            if deadline_us is None or deadline_us > max(now_us, end_us) + PASS_US:
-                raise LawBroken(LEASES_END, f"{self._where} looks at {deadline_us}, but {handover} ends at {end_us}")
+        ends = [(lease.sign_us + timed.lease_us, handover) for handover, lease in self._leases.items() if not lease.fencing]
+        ends += [(due_us, handover) for handover, due_us in self._renewals.items()]
+        ends += [(asked_us + timed.deadline_us, handover) for handover, asked_us in self._asked.items()]
+        if not ends:
+            return
+        end_us, handover = min(ends, key=_first)  # what holds for the first to end holds for the others
+        if is_pass and now_us > end_us:
+            raise LawBroken(LEASES_END, f"{self._where}: {handover} should have ended {now_us - end_us} µs ago")
+        if deadline_us is None or deadline_us > max(now_us, end_us) + PASS_US:
+            raise LawBroken(LEASES_END, f"{self._where} looks at {deadline_us}, but {handover} ends at {end_us}")
 
     def _begins_nothing(self, event: Heard, message: Ask, effects: Sequence[Effect]) -> None:
         known = self._arrived[_handover(event.peer, message)] < self._now_us

@@ -167,6 +167,15 @@ class InstanceHost:
         if self.when_dead is not None:
             self.when_dead(self)
 
+    def crash_front(self, alone_us: int) -> None:
+        """Only its front end crashes; the engine goes on for `alone_us`. The machine is up, and resets its connections."""
+        self.trouble(alone_us)
+        self.front_end = self.line = None
+        self.front.resume()
+        self.front.crash()
+        self._lines.process_died(self.front, machine_lives=True)
+        self._note("has lost its front end")
+
     def fail(self) -> None:
         """The engine ends by itself, with a failure message."""
         if self.instance is not None and not self.host.paused:

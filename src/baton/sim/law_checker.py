@@ -18,8 +18,6 @@ from enum import Enum
 from pathlib import PurePath
 from typing import Protocol, TypeVar
 
-import numpy as np
-
 from baton.core.config import DECODE, PREFILL, WorkerConfig
 from baton.core.engine.ended import EndedRequest
 from baton.core.engine.laws import LAWS
@@ -153,15 +151,19 @@ class InstanceRecord:
         if self.transfers is not None:
             self.transfers.note(_Behind(worker), event, effects, self._accepted_us, deadline_us, now_us)
         match event:
-            case Cancel(serial) | StopAt(serial, _):
-                self._doom(worker, [serial])
-            case FrontEndLost() if worker.prefill_side is None:  # requests at a giver belong to its peers
-                self._doom(worker, [request.serial for request in worker.scheduler.requests()])
             case StepDone():
                 self._steps += 1
-                self._look_for_the_doomed(worker)
+                if self._doomed:
+                    self._look_for_the_doomed(worker)
                 return False
-        return isinstance(event, Cancel | StopAt | FrontEndLost)
+            case Cancel(serial) | StopAt(serial, _):
+                self._doom(worker, [serial])
+                return True
+            case FrontEndLost():
+                if worker.prefill_side is None:  # requests at a giver belong to its peers
+                    self._doom(worker, [request.serial for request in worker.scheduler.requests()])
+                return True
+        return False
 
     def _time_is_billed(self, ended: EndedRequest, now_us: int) -> None:
         bill, took_us = ended.bill, now_us - self._accepted_us.pop(ended.serial)
@@ -233,15 +235,13 @@ class LawChecker:
         arriving = self._cheap_laws(worker, deadline_us)
         if instance.undelivered > self._undelivered_max:
             raise LawBroken(LINE_BOUND, f"{instance.undelivered} frames wait at {instance.host.name}")
-        if isinstance(event, Submit) and isinstance(effects[0], Accepted) and Drain in instance.ordered:
-            raise LawBroken(TRUE_DRAIN, f"{instance.host.name} accepts ticket {event.ticket}")
+        if type(event) is Submit:
+            self._answered(instance, worker, event, effects[0])
         if record.peers is not None:
             record.peers.note(event, effects, deadline_us, self._world.now_us)
         rare = record.note(worker, event, effects, deadline_us, self._world.now_us)
         if arriving != record.awaited_blocks:
             raise LawBroken(LEDGER_SUMS, f"{record.awaited_blocks} blocks wait for KV, {arriving} are marked for it")
-        if isinstance(event, Submit) and isinstance(effects[0], GroupRefused):
-            self._refusal_at_the_worker(instance, worker, event, effects[0].refusal)
         record.audit_in -= 1
         if rare or record.audit_in <= 0:
             record.audit_in = self._audit_every
@@ -260,7 +260,7 @@ class LawChecker:
     def _cheap_laws(self, worker: Worker, deadline_us: int | None) -> int:
         """Returns the number of blocks that the pool reserves for KV that arrives."""
         config, scheduler = worker.config, worker.scheduler
-        blocks, held = scheduler.pool.gauges(), int(np.count_nonzero(scheduler.pool.references()))
+        blocks, held = scheduler.pool.gauges(), scheduler.pool.referenced
         used = blocks.running + blocks.leased + blocks.receiving + blocks.leaving
         if used != held or min(blocks.free, blocks.evictable, blocks.running, blocks.leaving) < 0:
             raise LawBroken(LEDGER_SUMS, f"{held} blocks are held: {blocks}")
@@ -273,6 +273,12 @@ class LawChecker:
         if waiting > most:
             raise LawBroken(QUEUE_BOUND, f"{waiting} wait, {config.waiting_max} may")
         return blocks.leased + blocks.receiving
+
+    def _answered(self, instance: SimulatedInstance, worker: Worker, event: Submit, answer: Effect) -> None:
+        if isinstance(answer, Accepted) and Drain in instance.ordered:
+            raise LawBroken(TRUE_DRAIN, f"{instance.host.name} accepts ticket {event.ticket}")
+        if isinstance(answer, GroupRefused):
+            self._refusal_at_the_worker(instance, worker, event, answer.refusal)
 
     def _refusal_at_the_worker(self, instance: SimulatedInstance, worker: Worker, event: Submit, refusal: Refusal) -> None:
         waiting = sum(request.phase is Phase.WAITING for request in worker.scheduler.requests())

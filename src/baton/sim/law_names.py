@@ -6,6 +6,7 @@ from baton.core.errors import BatonError
 
 ENDS_ONCE = "every request ends exactly once"
 SAME_TOKENS = "a client's tokens are those of an undisturbed run"
+TRUE_LOGPROBS = "log-probabilities are those that the executor gave for these tokens"
 TRUE_END = "the end says what was delivered, and why"
 TRUE_BILL = "the bill adds up"
 OWN_PREFIXES = "a cached prefix was asked for before, by the same tenant"
@@ -57,6 +58,7 @@ TRUE_NAMES = "the router knows what an instance has cached, and of nobody else's
 CAN_RESUME = "what an instance has kept can be resumed"
 STRANGERS = "a stranger changes nothing"
 SAME_TWIN = "what is restored from a snapshot decides as the original does"
+SILENCE_NOTICED = "a connection on which nothing comes is given up in time"
 WHOLE_FRAMES = "a connection delivers what was sent in it: whole, once and in order"
 OWN_CHECKS = "our own code found no fault"
 

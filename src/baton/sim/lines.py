@@ -18,7 +18,7 @@ from enum import Enum
 from typing import Protocol
 
 from baton.sim.faults import Fault
-from baton.sim.law_names import LINE_BOUND, STRANGERS, WHOLE_FRAMES, LawBroken
+from baton.sim.law_names import LINE_BOUND, SILENCE_NOTICED, STRANGERS, WHOLE_FRAMES, LawBroken
 from baton.sim.network import SimulatedNetwork, Socket
 from baton.sim.world import Alarm, Host
 from baton.wire.retry_pauses import RetryConfig, RetryPauses
@@ -96,8 +96,8 @@ class Lines(Protocol):
     def listen(self, host: Host, name: str, accepts: Accepts) -> None:
         """For one life of the host."""
 
-    def process_died(self, host: Host) -> None:
-        """Call after each crash of a host."""
+    def process_died(self, host: Host, *, machine_lives: bool = False) -> None:
+        """Call after each crash of a host. `machine_lives`: its machine says so to all that it was connected to."""
 
 
 # ── streams ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -114,7 +114,7 @@ class _StreamHolder(Protocol):
 class StreamConnection:
     """Drives one production SealedStream over one simulated socket, as `node.sealed_connection` does with asyncio."""
 
-    def __init__(self, host: Host, stream: SealedStream, holder: _StreamHolder, fires: str, unread_bytes_max: int) -> None:
+    def __init__(self, host: Host, stream: SealedStream, holder: _StreamHolder, fires: str, config: StreamConfig) -> None:
         self.stream = stream
         self.socket: Socket | None = None
         self.is_over = False
@@ -124,7 +124,9 @@ class StreamConnection:
         self._host = host
         self._holder = holder
         self._fires = fires
-        self._unread_bytes_max = unread_bytes_max + OVERHEAD_BYTES
+        self._unread_bytes_max = config.unread_bytes_max + OVERHEAD_BYTES
+        self._silent_us = config.silent_us
+        self._heard_us = 0
         self._alarm = Alarm(host, self._tick)
 
     # ── called by the network ────────────────────────────────────────────────────────────────────────────────────────────
@@ -134,6 +136,7 @@ class StreamConnection:
         self._write()
 
     def received(self, data: bytes) -> None:
+        self._heard_us = self._host.world.now_us
         opened, frames, end = self.stream.receive(data, self._host.world.now_us)
         self._write()
         if opened:
@@ -217,11 +220,14 @@ class StreamConnection:
         if deadline_us is None or deadline_us > self._host.world.now_us:
             self._alarm.set(deadline_us)
             return
-        end = self.stream.tick(self._host.world.now_us)
+        now_us = self._host.world.now_us
+        end = self.stream.tick(now_us)
         if end is not None:
             self._finish(end)
-        else:
-            self._write()
+            return
+        if self.is_open and self._silent_us is not None and now_us - self._heard_us >= self._silent_us:
+            raise LawBroken(SILENCE_NOTICED, f"{self._fires} has heard nothing since {self._heard_us}, and goes on")
+        self._write()
 
     def _compare(self, frames: list[bytes]) -> None:
         other = None if self.socket is None else self.socket.other.user
@@ -449,15 +455,15 @@ class StreamLines:
     def listen(self, host: Host, name: str, accepts: Accepts) -> None:
         self.network.listen(name, host, _StreamListener(self, host, name, accepts).accept)
 
-    def process_died(self, host: Host) -> None:
-        self.network.process_died(host)
+    def process_died(self, host: Host, *, machine_lives: bool = False) -> None:
+        self.network.process_died(host, machine_lives=machine_lives)
 
     def connection(self, host: Host, side: SealSide, name: str, holder: _StreamHolder) -> StreamConnection:
         nonces = self._nonces.get(name)
         if nonces is None:
             nonces = self._nonces[name] = host.world.stream(f"nonces of {name}")
         stream = SealedStream(side, self.key, name, nonces.randbytes(NONCE_BYTES), self.config.stream)
-        return StreamConnection(host, stream, holder, name, self.config.stream.unread_bytes_max)
+        return StreamConnection(host, stream, holder, name, self.config.stream)
 
     def moves(self) -> Counter[tuple[Enum, Enum]]:
         """Of all ends that accepted."""
@@ -562,7 +568,7 @@ class Pipes:
         for end in self.waiting.pop(name, ()):
             end.listens()
 
-    def process_died(self, host: Host) -> None:
+    def process_died(self, host: Host, *, machine_lives: bool = False) -> None:
         """Nobody dies where there are no faults."""
 
     def listener(self, name: str) -> tuple[Host, Accepts] | None:

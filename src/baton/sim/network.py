@@ -306,10 +306,11 @@ class SimulatedNetwork:
 
     # ── processes that die ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def process_died(self, host: Host) -> None:
-        """Call after a crash of the host. At a drawn rate its machine resets its connections; else nobody says so."""
+    def process_died(self, host: Host, *, machine_lives: bool = False) -> None:
+        """Call after a crash of the host. Its machine resets its connections if it lives, or at a drawn rate; else nobody
+        says so."""
         sockets = [socket for socket in self._sockets.pop(host, []) if not socket.is_over]
-        tells = self._deaths.random() < self.rates.tells
+        tells = machine_lives or self._deaths.random() < self.rates.tells
         for socket in sockets:
             socket.is_over = True
             if not socket.other.is_over:

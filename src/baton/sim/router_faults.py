@@ -64,6 +64,7 @@ class RouterFaults:
             ("engine-stall", rates.engine_stalls, self._stall),
             ("engine-hang", rates.engine_hangs, self._hang),
             ("busy-machine", rates.busy_spells, self._starve),
+            ("front-crash", rates.front_crashes, self._crash_front),
             ("forgery", rates.forgeries, self._forge),
         )
         for kind, times, begin in kinds:
@@ -159,6 +160,20 @@ class RouterFaults:
 
     def _hung(self, node: InstanceHost, life: SimulatedInstance, within_us: int) -> None:
         self._world.after(within_us, node.seen_to_hang, life, self._world.now_us, within_us)
+
+    def _crash_front(self, stream: random.Random, node: InstanceHost) -> None:
+        """The front end dies, and its engine with it: at once where the kernel ends it, else when it notices."""
+        if self._over or node.instance is None or node.instance.worker is None or node.front_end is None or node.host.paused:
+            return
+        self._world.fire(Fault.FRONT_CRASH, node.name)
+        alone_us, down_us = stream.choice((0, 100, stream.randrange(100_000))), log_uniform_us(stream, 300, 300_000)
+        node.crash_front(alone_us)
+        self._world.after(alone_us, self._end_engine, node, node.host.lives, down_us)
+
+    def _end_engine(self, node: InstanceHost, life: int, down_us: int) -> None:
+        if node.host.lives == life:
+            node.crash()
+            self._world.after(down_us, node.boot_if_down)
 
     def _wake(self, node: InstanceHost, life: int) -> None:
         if node.host.paused and node.host.lives == life:

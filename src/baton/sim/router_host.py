@@ -35,7 +35,7 @@ from baton.sim.lines import LineEndpoint, Lines
 from baton.sim.router_watcher import RouterWatcher
 from baton.sim.twin import TwinCheck
 from baton.sim.world import Alarm, Host, World
-from baton.wire.engine_messages import WireError
+from baton.wire.engine_messages import LogprobLine, WireError
 from baton.wire.router_messages import FromRouter, decode_from_instance, encode_membership
 from baton.wire.router_sessions import Act, CloseConnection, RouterSessions, SayToInstance
 from baton.wire.watched_sessions import WatchedSessions
@@ -52,7 +52,14 @@ class RequestListener(Protocol):
     def declined(self, refusal: Refusal) -> None: ...
 
     def progress(
-        self, place: int, tokens: list[int], begin: int, end: int, cached_tokens: int | None, ended: ChoiceOutcome | None
+        self,
+        place: int,
+        tokens: list[int],
+        begin: int,
+        end: int,
+        cached_tokens: int | None,
+        ended: ChoiceOutcome | None,
+        logprobs: Sequence[LogprobLine] | None = None,
     ) -> None: ...
 
     def placed(self, where: str) -> None:
@@ -348,8 +355,8 @@ class RouterHost:
     def _act(self, act: Act) -> None:
         self.watcher.acted(act, self.host.world.now_us)
         match act:
-            case DeliverTokens(number, choice, tokens, _, cached, outcome):  # by far the most frequent
-                self._deliver(number, choice, tokens, cached, outcome)
+            case DeliverTokens():  # by far the most frequent
+                self._deliver(act)
             case SayToInstance(session, message):
                 if session in self._by_session:
                     self._by_session[session].say(message)
@@ -376,12 +383,12 @@ class RouterHost:
                 if stage is TimelineStage.PLACED and (request := self._requests.get(number)) is not None:
                     request.listener.placed(where or "")
 
-    def _deliver(
-        self, number: RequestNumber, choice: int, tokens: list[int], cached: int | None, outcome: ChoiceOutcome | None
-    ) -> None:
+    def _deliver(self, act: DeliverTokens) -> None:
+        number, choice, tokens, extras, cached, outcome = act
         request = self._requests.get(number)
         if request is not None and request.is_there:
-            request.listener.progress(choice, tokens, 0, len(tokens), cached, outcome)
+            lines = extras if isinstance(extras, Sequence) else None
+            request.listener.progress(choice, tokens, 0, len(tokens), cached, outcome, lines)
         elif (found := self._unclaimed.get(number)) is not None:
             known = found.tokens[choice]
             found.tokens[choice] = (known or []) + tokens

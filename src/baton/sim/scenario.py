@@ -227,7 +227,7 @@ def _draw_carrying(seed: int, classes: tuple[str, ...]) -> tuple[RouterConfig, i
         "retry_rate": stream.choice((20.0, 200.0)),
         "retry_burst": stream.choice((1, 512, 512)),
         "suspect_us": stream.choice((400_000, 600_000)),
-        "stall_us": stream.choice((300_000, 1_000_000)),
+        "stall_us": stream.choice((50_000, 1_000_000)),
         "drain_us": stream.choice((20_000, 200_000, 1_000_000)),
         "orphan_grace_us": stream.choice((100_000, 600_000, 1_500_000)),
         "key_concurrency": stream.choice((*(None,) * 9, 6)),

@@ -256,13 +256,14 @@ class TransferLaws:
             raise LawBroken(ENDS_AT_ONCE, f"{self._where} keeps {list(self._departing)} for nobody")
 
     def _in_time(self, is_pass: bool, deadline_us: int | None, now_us: int) -> None:
-        for number, transfer in self._open.items():
-            if not transfer.fencing:
-                self._due(
-                    TRANSFERS_END, f"haul {number}", transfer.since_us + transfer.limit_us, is_pass, deadline_us, now_us
-                )
-        for serial, at_us in self._departing.items():
-            end_us = at_us + self._config.depart_us
+        """What holds for the first to end holds for the others."""
+        ends = [(item.since_us + item.limit_us, number) for number, item in self._open.items() if not item.fencing]
+        if ends:
+            end_us, number = min(ends)
+            self._due(TRANSFERS_END, f"haul {number}", end_us, is_pass, deadline_us, now_us)
+        if self._departing:
+            serial = min(self._departing, key=self._departing.__getitem__)
+            end_us = self._departing[serial] + self._config.depart_us
             self._due(DEPARTS_IN_TIME, f"request {serial}", end_us, is_pass, deadline_us, now_us)
 
     def _due(self, law: str, what: str, end_us: int, is_pass: bool, deadline_us: int | None, now_us: int) -> None:

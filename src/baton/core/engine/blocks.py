@@ -84,6 +84,11 @@ class BlockPool:
         running = self.blocks - self._free_count - self._evictable_count - leased - receiving - self.leaving
         return BlockGauges(self._free_count, self._evictable_count, running, leased, receiving, self.leaving)
 
+    @property
+    def referenced(self) -> int:
+        """Blocks with references, counted anew; for the laws."""
+        return int(np.count_nonzero(self._references))
+
     def references(self) -> npt.NDArray[np.int32]:
         """A copy, for the laws."""
         return self._references.copy()

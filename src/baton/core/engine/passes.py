@@ -107,14 +107,22 @@ class GeneralPass:
 
     @property
     def waiting(self) -> int:
-        return self._queued.waiting + sum(source.waiting for source in self._sources)
+        waiting = self._queued.waiting
+        for source in self._sources:  # a loop: this is read several times an event
+            waiting += source.waiting
+        return waiting
 
     @property
     def asleep(self) -> bool:
         running = self._running
-        if running.in_flight or running.stopping or self._queued.is_due or any(source.is_due for source in self._sources):
+        if running.in_flight or running.stopping or self._queued.is_due:
             return False
-        return running.slots.occupied == sum(source.stalled for source in self._sources)
+        stalled = 0
+        for source in self._sources:
+            if source.is_due:
+                return False
+            stalled += source.stalled
+        return running.slots.occupied == stalled
 
     def promised(self) -> int:
         return self._promises.promised(self._running.slots)

@@ -35,6 +35,8 @@ class BlockPressure:
 
     def continue_decodes(self, step: StepBuilder) -> None:
         slots, config, rows = self._slots, self._config, step.decodes.slots
+        if not len(rows):
+            return
         reach, limit = slots.known[rows] + slots.pending[rows], slots.limit[rows]
         open_rows = reach < limit
         if np.count_nonzero(open_rows) < len(rows):

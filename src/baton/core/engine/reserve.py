@@ -124,11 +124,15 @@ class BlockPromises:
         rows = slots.running()
         if asker is not None:
             rows = rows[rows != asker]
+        if not len(rows):
+            return 0
+        promised = 0
         protected = slots.protected[rows]
-        sure, rest = rows[protected], rows[~protected]
-        unfilled = -(-slots.known[rest] // self._block_size) - slots.held[rest]
-        expected = np.maximum(0, unfilled) + self.policy.blocks(slots, rest)
-        return int(self._whole_need(slots, sure).sum() + expected.sum())
+        if np.count_nonzero(protected):
+            promised = int(self._whole_need(slots, rows[protected]).sum())
+            rows = rows[~protected]
+        unfilled = -(-slots.known[rows] // self._block_size) - slots.held[rows]
+        return promised + int((np.maximum(0, unfilled) + self.policy.blocks(slots, rows)).sum())
 
     def _whole_need(self, slots: Slots, rows: Int64s) -> Int64s:
         return np.asarray(np.maximum(0, -(-slots.limit[rows] // self._block_size) - slots.held[rows]))

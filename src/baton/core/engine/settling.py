@@ -111,6 +111,8 @@ class StepSettling:
     ) -> Delivery:
         slots = self._slots
         rows = live[step.rows.allowances[live] > 0] if step.chunks else live
+        if not len(rows):  # only stops and unfinished chunks
+            return step.rows.serials[:0], result.counts[:0], result.tokens[:0], ()
         at = step.rows.slots[rows]
         accepted, stopped = self._append_all(result, rows, at)
         slots.computed[at] = slots.known[at] - 1

@@ -134,9 +134,13 @@ class Worker:
         self._now_us = 0
         self._planned_out = False
         """The last pass planned nothing, and no event has come since."""
+        self._deadline_us: int | None = None
+        self._deadline_known = False
+        """Whether `_deadline_us` is the next deadline: drivers ask for it several times an event."""
 
     def handle(self, event: Event, now_us: int) -> list[Effect]:
         self._now_us = now_us
+        self._deadline_known = False
         self.scheduler.set_clock(now_us)
         idle_pass = False
         effects: list[Effect] = []
@@ -168,6 +172,12 @@ class Worker:
 
     def next_deadline(self) -> int | None:
         """A pass is due at once if it could plan something, and after IDLE_PASS_US in any case while a request is open."""
+        if not self._deadline_known:
+            self._deadline_us = self._earliest()
+            self._deadline_known = True
+        return self._deadline_us
+
+    def _earliest(self) -> int | None:
         due = [self._tiers.next_deadline(), self._side.next_deadline()]
         if self.scheduler.has_work and not self.scheduler.asleep:
             could_plan = self.scheduler.in_flight < self.config.depth and not self._planned_out
