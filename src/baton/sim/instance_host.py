@@ -42,6 +42,8 @@ class InstanceHost:
     """Called at each step of a hand-over that is taken here."""
     stopped_for_good = False
     """Whether its engine is paused until its front end kills it; healing does not end that."""
+    stopped_us = 0
+    """Since when."""
 
     def __init__(
         self,
@@ -274,8 +276,8 @@ class InstanceHost:
 
     def seen_to_hang(self, life: SimulatedInstance, since_us: int, within_us: int) -> None:
         """Law: this life, which hangs since then, has been ended by now; later where its processes stood still meanwhile."""
-        if self.instance is not life:
-            return
+        if self.instance is not life or (self.stopped_for_good and self.stopped_us > since_us):
+            return  # ended; or stopped for good after a step hung, which has a limit of its own from then on
         stands = self.front.paused or (self.host.paused and not self.stopped_for_good)
         if stands or life.hindered_us > since_us:
             now_us = self.host.world.now_us

@@ -127,7 +127,7 @@ class RouterFaults:
         node.stall()
         lasts_us = log_uniform_us(stream, 20_000, 1_800_000)
         if stream.random() < FOR_GOOD_SHARE and node.front_end.progress.is_watching:
-            node.stopped_for_good = True
+            node.stopped_for_good, node.stopped_us = True, self._world.now_us
             within_us = SILENT_US + SEEN_WITHIN_US
             self._world.after(within_us, node.seen_to_hang, node.instance, self._world.now_us, within_us)
         else:
