@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import count
 from typing import Any
 
 import msgspec
@@ -117,12 +116,8 @@ def bill_the_last_leg(patch: Patch) -> None:
 
 @core("the end of an attempt is billed again whenever its instance joins again")
 def bill_an_end_at_every_join(patch: Patch) -> None:
-    keys = count()
-
-    def attempt_key(choice: RoutedChoice, member: FleetMember) -> Any:
-        return member.name, next(keys), choice.began_with, choice.sent_preemptions
-
-    patch.set("attempt_key", attempt_key)
+    bill = patch.original("add_bill")
+    patch.set("_count_once", lambda self, choice, end, member: bill(choice, end.bill))
 
 
 # ── retries ──────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -133,7 +133,8 @@ def test_an_end_of_another_attempt_at_the_same_instance_is_billed_too() -> None:
     bench.take(again)
     bench.tell(InstanceLost(again.session, "reset"))
     second = msgspec.structs.replace(choices("x", 1)[0], preemptions=1)
-    bench.join(facts("a"), replace(held(42, end=end), submission=second, preemptions=2))
+    other = msgspec.structs.replace(end, serial=Serial(42))
+    bench.join(facts("a"), replace(held(42, end=other), submission=second, preemptions=2))
     bench.pass_us(2_000_000)
     third = bench.ever(SendAttempt)[-1]
     assert third.group[0].preemptions == 2

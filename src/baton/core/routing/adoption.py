@@ -133,7 +133,7 @@ class Adoption:
 
     def _count_once(self, choice: RoutedChoice, end: EndedRequest, member: FleetMember) -> None:
         """The end of an attempt, which this router may know already: an instance reports it until the request is over."""
-        key = attempt_key(choice, member)
+        key = attempt_key(member, end)
         if key not in choice.billed:
             choice.billed.add(key)
             add_bill(choice, end.bill)

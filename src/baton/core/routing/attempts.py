@@ -90,7 +90,7 @@ class Attempts:
             return
         if tokens:
             requests.effects.append(DeliverTokens(event.attempt.request, choice.index, tokens, event.extras, cached, None))
-        choice.billed.add(attempt_key(choice, choice.attempt.member))
+        choice.billed.add(attempt_key(choice.attempt.member, end))
         cause = MoveCause.PREEMPTED if is_preemption(end) else MoveCause.LOST
         self.go_on_elsewhere(choice, cause, fault_of(end, choice.attempt.member.name))
 

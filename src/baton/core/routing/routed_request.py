@@ -127,7 +127,7 @@ class RoutedChoice:
     """While CUT: the number of tokens that count."""
     cached_tokens: int | None = None
     bill: Bill = field(default_factory=Bill)
-    billed: set[tuple[Instance, int, int, int]] = field(default_factory=set)
+    billed: set[tuple[Instance, int, int]] = field(default_factory=set)
     """Attempts that ended without ending it and are in its bill, as `attempt_key` tells them apart: their instances keep
     such an end, and report it again when they connect again."""
     began_with: int = 0
@@ -260,9 +260,9 @@ def fault_of_refusal(refusal: Refusal) -> PdFault:
     return PdFault(PdCode.REFUSED, PdStage.OFFER, refusal.message)
 
 
-def attempt_key(choice: RoutedChoice, member: FleetMember) -> tuple[Instance, int, int, int]:
-    """Its last attempt there: an instance keeps one attempt of a choice; what it began with tells it from earlier ones."""
-    return member.name, member.facts.incarnation, choice.began_with, choice.sent_preemptions
+def attempt_key(member: FleetMember, end: EndedRequest) -> tuple[Instance, int, int]:
+    """A life of an instance never gives a serial twice."""
+    return member.name, member.facts.incarnation, end.serial
 
 
 def add_bill(choice: RoutedChoice, bill: Bill) -> None:
