@@ -22,6 +22,8 @@ from baton.sim.world import Host, World
 from baton.wire.instance_sessions import InstanceSessions, SessionEffects
 
 FRONT = "front"
+NEVER_US = -1_000_000_000
+"""Long before a world begins."""
 STARTED_AGAIN_US = 100_000
 """Time until an instance that has ended by itself is started again."""
 
@@ -87,7 +89,7 @@ class InstanceHost:
         self._spec = spec
         self._watcher = watcher
         self._troubled_until_us = 0
-        self._hurt_until_us = 0
+        self._hurt_until_us = NEVER_US
         self._rolled_until_us = 0
         self._rolling = False
         """Whether it is between two lives of a rolling restart."""
