@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from baton.core.engine.progress_watch import SILENT_US
 from baton.sim.disk import SimulatedDisk
 from baton.sim.faults import DiskRates, Fault
 from baton.sim.front_end import InstanceTable
@@ -264,8 +265,8 @@ class InstanceHost:
 
     def seen_to_hang(self, life: SimulatedInstance, since_us: int, within_us: int) -> None:
         """Law: this life, which hangs since then, has been ended by now; later where its processes stood still meanwhile."""
-        if self.instance is not life:
-            return
+        if self.instance is not life or (self.stopped_for_good and within_us < SILENT_US):
+            return  # it was stopped after a step had hung, and then has the time of a stopped one
         stands = self.front.paused or (self.host.paused and not self.stopped_for_good)
         if stands or life.hindered_us > since_us:
             now_us = self.host.world.now_us
