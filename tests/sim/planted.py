@@ -45,6 +45,7 @@ from baton.wire import engine_messages as messages
 from baton.wire import keyfile
 from baton.wire import request_table as desking
 from baton.wire.engine_messages import DecodedRows, StepOutput
+from baton.wire.instance_sessions import InstanceSessions, InstanceSessionState
 from baton.wire.peer_session import KnownSessions, PeerSession
 from baton.wire.request_table import EntryState, RequestTable
 from baton.wire.retry_pauses import RetryPauses
@@ -853,6 +854,33 @@ def speak_in_the_next_session(patch: Patch) -> None:
 
     patch.set("KnownSessions.began", began)
     patch.set("KnownSessions.of", of)
+
+
+@wire("an instance whose join is never answered waits for ever, though the router has restarted since")
+def wait_for_ever_for_a_welcome(patch: Patch) -> None:
+    deadline_then = patch.original("InstanceSessions.next_deadline")
+
+    def next_deadline(self: InstanceSessions) -> Any:
+        return None if self.state is InstanceSessionState.JOINING else deadline_then(self)
+
+    patch.set("InstanceSessions.next_deadline", next_deadline)
+
+
+@wire("log-probabilities are those of another token")
+def misread_logprobs(patch: Patch) -> None:
+    lines_then = patch.original("logprob_lines")
+    patch.set("logprob_lines", lambda item: [(value + 1, top) for value, top in lines_then(item)])
+
+
+@wire("a step loses its log-probabilities on the way")
+def lose_logprobs(patch: Patch) -> None:
+    init_then = patch.original("DecodedRows.__init__")
+
+    def init(self: DecodedRows, output: StepOutput) -> None:
+        init_then(self, output)
+        self.logprobs = {}
+
+    patch.set("DecodedRows.__init__", init)
 
 
 # ── wire: the desk ───────────────────────────────────────────────────────────────────────────────────────────────────────
