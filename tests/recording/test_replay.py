@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,8 @@ def file_of(recorder: FlightRecorder, of: str = "engine", mask: RecordingMask | 
     return write_recording(header(of), recorder.segments(), mask)
 
 
-def differences(data: bytes) -> list[ReplayedCall]:
-    return [call for call in Replay(Recording(data)).steps() if call.difference is not None]
+def differences(data: bytes, with_laws: bool = False) -> list[ReplayedCall]:
+    return [call for call in Replay(Recording(data), with_laws).steps() if call.difference is not None]
 
 
 def recorded(driver: Driver, segment_bytes: int = 1 << 30) -> FlightRecorder:
@@ -64,9 +65,7 @@ def recorded(driver: Driver, segment_bytes: int = 1 << 30) -> FlightRecorder:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_every_engine_and_router_of_a_world_replays_to_the_same_decisions(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whole_worlds_replay_to_the_same_decisions(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[str, FlightRecorder]] = []
 
     def record(name: str, watched: object, hashes: ContentHashes) -> FlightRecorder:
@@ -81,12 +80,12 @@ def test_every_engine_and_router_of_a_world_replays_to_the_same_decisions(
     assert made
     for of, recorder in made:
         for mask in (MASK, None):
-            assert not differences(file_of(recorder, of, mask))
+            assert not [(call.number, call.difference) for call in differences(file_of(recorder, of, mask))]
 
 
 # ── what a recording shows ───────────────────────────────────────────────────────────────────────────────────────────────
 
-FIRST_REAL, REAL_END = 1 << 20, 1 << 24
+FIRST_REAL, REAL_END = 1_234_567, 1 << 24
 """Token ids that occur as nothing else."""
 
 
@@ -97,17 +96,15 @@ def integers_of(value: Any) -> Iterator[int]:
         case list() | tuple():
             for item in value:
                 yield from integers_of(item)
-        case bytes() if len(value) % 4 == 0:
-            yield from np.frombuffer(value, dtype="<i4").tolist()
-            try:
-                yield from integers_of(msgspec.msgpack.decode(value))
-            except msgspec.DecodeError:
-                pass
         case bytes():
             try:
-                yield from integers_of(msgspec.msgpack.decode(value))
-            except msgspec.DecodeError:
-                pass
+                inner = msgspec.msgpack.decode(value)
+            except ValueError:
+                inner = None
+            if isinstance(inner, list):
+                yield from integers_of(inner)
+            elif len(value) % 4 == 0:
+                yield from np.frombuffer(value, dtype="<i4").tolist()
         case int():
             yield value
 
@@ -131,9 +128,7 @@ class FewStops(ScriptedExecutor):
     def collect(self) -> Any:
         result = super().collect()
         tokens = FIRST_REAL + result.tokens % (REAL_END - FIRST_REAL)
-        return type(result)(
-            **{name: getattr(result, name) for name in result.__slots__} | {"tokens": tokens.astype(np.int32)}
-        )
+        return replace(result, tokens=tokens.astype(np.int32))
 
 
 def test_an_engines_recording_has_no_real_token_id_salt_or_secret_unless_asked_for() -> None:
@@ -225,7 +220,7 @@ def test_the_state_that_is_reached_is_compared_with_the_next_snapshot() -> None:
     machine = crowd()
     recorder = recorded(machine.driver, 50 * CALL_BYTES)
     drive(machine)
-    older, newer = recorder.segments()
+    older, _newer = recorder.segments()
     older.calls.pop()
     (differs, *_) = differences(file_of(recorder))
     assert differs.method == "snapshot"
@@ -274,7 +269,7 @@ def test_a_planted_bug_is_found_from_its_recording_alone(tmp_path: Path) -> None
         assert [call for call in seen if call.difference is not None] == []
         assert len(seen) == calls
         assert str(error) in str(seen[-1].result)
-        first = differences(file.read_bytes())[0]
+        first = differences(file.read_bytes(), with_laws=True)[0]
         assert "breaks an invariant" in str(first.difference)
         assert first.number <= calls
     # Without it: the decision that was wrong comes out otherwise, before anything breaks.

@@ -79,9 +79,9 @@ class FlightRecorder:
         self.stopped: str | None = None
         """Why nothing is recorded any more."""
         self._older: Segment | None = None
-        self.newer = self._open()
+        self.newer = self._new_segment()
 
-    def _open(self) -> Segment:
+    def _new_segment(self) -> Segment:
         segment = Segment(snapshot(self._watched))
         self._hashes.results = segment.hashes
         self._room = self._segment_bytes
@@ -91,7 +91,7 @@ class FlightRecorder:
         """Open the next segment. Where that cannot be done, recording ends and deciding goes on."""
         if self.stopped is None:
             try:
-                self._older, self.newer = self.newer, self._open()
+                self._older, self.newer = self.newer, self._new_segment()
             except CannotSnapshot as error:
                 self.stopped = str(error)
                 self._hashes.results = None

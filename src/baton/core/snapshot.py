@@ -200,7 +200,7 @@ class ValueEncoder:
             masked = value if self._masking is None else self._masking.array(np.array([value]), mark)[0]
             return [Kind.NUMPY_SCALAR, value.dtype.str, masked.tobytes()]
         if isinstance(value, MethodType | BuiltinFunctionType):
-            return self._method(value)
+            return self._written_method(value)
         if isinstance(value, FunctionType):
             return [Kind.FUNCTION, _checked_module(value.__module__), value.__qualname__]
         if isinstance(value, type):
@@ -217,7 +217,7 @@ class ValueEncoder:
             return [Kind.BIG_INT, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)]
         return value
 
-    def _method(self, value: Any) -> list[Any]:
+    def _written_method(self, value: Any) -> list[Any]:
         owner, name = value.__self__, value.__name__
         if owner is None or (isinstance(value, BuiltinFunctionType) and name not in _VIEWS):
             raise CannotSnapshot(f"{value!r} cannot be in a snapshot")
@@ -241,11 +241,11 @@ class ValueEncoder:
     def _body(self, value: Any, mark: object) -> list[Any]:
         kind = type(value)
         if kind is list:
-            return self._list(value, mark)
+            return self._list_body(value, mark)
         if isinstance(value, dict):
-            return self._dict(value, mark)
+            return self._dict_body(value, mark)
         if kind is np.ndarray:
-            return self._array(value, mark)
+            return self._array_body(value, mark)
         if kind is deque:
             return [Kind.DEQUE, value.maxlen, *[self._value(item, mark) for item in value]]
         if kind is set:
@@ -255,9 +255,9 @@ class ValueEncoder:
         if isinstance(value, msgspec.Struct):
             names = kind.__struct_fields__
             return [Kind.STRUCT, self._class_of(kind, names), *self._fields(value, names, None)]
-        return self._object(value)
+        return self._object_body(value)
 
-    def _object(self, value: Any) -> list[Any]:
+    def _object_body(self, value: Any) -> list[Any]:
         kind: Any = type(value)
         if _chooses_fields(kind):
             fields = value.snapshot_fields()
@@ -269,7 +269,7 @@ class ValueEncoder:
             raise CannotSnapshot(f"a {kind.__module__}.{kind.__qualname__} cannot be in a snapshot")
         return [Kind.OBJECT, self._class_of(kind, names), *self._fields(value, names, None)]
 
-    def _list(self, items: list[Any], mark: object) -> list[Any]:
+    def _list_body(self, items: list[Any], mark: object) -> list[Any]:
         # A pool has lists of as many items as blocks: what is plain is written as it is.
         kinds = set(map(type, items))
         if kinds <= _SCALARS and _fit(items, kinds):
@@ -283,7 +283,7 @@ class ValueEncoder:
     def _plain(self, items: Iterable[Any], mark: object) -> Any:
         return items if self._masking is None else [self._masking.scalar(item, mark) for item in items]
 
-    def _dict(self, items: dict[Any, Any], mark: object) -> list[Any]:
+    def _dict_body(self, items: dict[Any, Any], mark: object) -> list[Any]:
         kind = type(items)
         which: Any = _DICTS.index(kind) if kind in _DICTS else None
         if kind is defaultdict:
@@ -296,7 +296,7 @@ class ValueEncoder:
         pairs = [self._value(item, mark) for pair in items.items() for item in pair]
         return [Kind.DICT, which, *pairs]
 
-    def _array(self, value: npt.NDArray[Any], mark: object) -> list[Any]:
+    def _array_body(self, value: npt.NDArray[Any], mark: object) -> list[Any]:
         if value.dtype.hasobject:
             raise CannotSnapshot("an array of objects cannot be in a snapshot")
         masked = value if self._masking is None else self._masking.array(value, mark)
