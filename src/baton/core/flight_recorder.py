@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 from baton.core.content_hashes import ContentHashes
 from baton.core.snapshot import CannotSnapshot, snapshot
 
-SEGMENT_BYTES = 16 << 20
+SEGMENT_BYTES = 32 << 20
 """Estimated size of the calls of a segment. Two are kept."""
 CALL_BYTES = 800
 """Estimated size of a call without arrays."""

@@ -21,9 +21,11 @@ one is read, and bytes that are no snapshot raise BadSnapshot.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import importlib
+import operator
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -46,6 +48,7 @@ DEPTH_MAX = 200
 BIG_INT_BYTES_MAX = 4096
 
 _INT64_MIN, _INT64_END = -(1 << 63), 1 << 63
+_AS_THEY_ARE = frozenset({type(None), bool, float, str, bytes})
 _SCALARS = frozenset({type(None), bool, int, float, str, bytes})
 _VIEWS = frozenset({"keys", "values", "items", "get"})
 """Methods of built-in containers that an object may keep."""
@@ -223,10 +226,14 @@ class ValueEncoder:
             raise CannotSnapshot(f"{value!r} cannot be in a snapshot")
         return [Kind.METHOD, self._value(owner, None), name]
 
-    def _fields(self, value: object, names: Sequence[str], mark: object) -> list[Any]:
+    def _fields(self, value: object, names: tuple[str, ...], mark: object) -> list[Any]:
         kind, masking = type(value), self._masking
         if masking is None:
-            return [self._value(getattr(value, name, _ABSENT), mark) for name in names]
+            return [
+                item if type(item) in _AS_THEY_ARE or (type(item) is int and _INT64_MIN <= item < _INT64_END)
+                else self._value(item, mark)
+                for item in _items(value, names)
+            ]  # fmt: skip
         return [self._value(getattr(value, name, _ABSENT), masking.mark_of(kind, name, mark)) for name in names]
 
     def _class_of(self, kind: type, names: tuple[str, ...]) -> int:
@@ -276,7 +283,7 @@ class ValueEncoder:
             return [Kind.PLAIN_LIST, self._plain(items, mark)]
         if kinds == {tuple}:
             inner = set(map(type, chain.from_iterable(items)))
-            if inner <= _SCALARS and _fit(chain.from_iterable(items), inner):
+            if inner <= _SCALARS and _fit([*chain.from_iterable(items)], inner):
                 return [Kind.TUPLE_LIST, items if self._masking is None else [self._plain(item, mark) for item in items]]
         return [Kind.LIST, *[self._value(item, mark) for item in items]]
 
@@ -291,7 +298,7 @@ class ValueEncoder:
         elif which is None:
             raise CannotSnapshot(f"a {kind.__module__}.{kind.__qualname__} cannot be in a snapshot")
         kinds = set(map(type, items)) | set(map(type, items.values()))
-        if kinds <= _SCALARS and _fit(chain(items, items.values()), kinds):
+        if kinds <= _SCALARS and _fit([*items, *items.values()], kinds):
             return [Kind.PLAIN_DICT, which, self._plain(list(items), mark), self._plain(list(items.values()), mark)]
         pairs = [self._value(item, mark) for pair in items.items() for item in pair]
         return [Kind.DICT, which, *pairs]
@@ -362,9 +369,12 @@ class _Absent(enum.Enum):
 _ABSENT = _Absent.ABSENT
 
 
-def _fit(items: Iterable[Any], kinds: set[type]) -> bool:
+def _fit(items: Sequence[Any], kinds: set[type]) -> bool:
     """Whether all integers have at most 64 bits."""
-    return int not in kinds or all(type(item) is not int or _INT64_MIN <= item < _INT64_END for item in items)
+    if int not in kinds:
+        return True
+    numbers = items if kinds == {int} else [item for item in items if type(item) is int]
+    return min(numbers) >= _INT64_MIN and max(numbers) < _INT64_END
 
 
 def _in_order(values: Iterable[Any]) -> list[Any]:
@@ -388,6 +398,20 @@ def _checked_module(module: str) -> str:
     if not module.startswith(MODULES):
         raise CannotSnapshot(f"what {module} defines cannot be in a snapshot")
     return module
+
+
+def _items(value: object, names: tuple[str, ...]) -> Iterable[Any]:
+    """The values of these attributes. All at once where all are set: this takes most of the time of a snapshot."""
+    if len(names) > 1:
+        with contextlib.suppress(AttributeError):
+            found: tuple[Any, ...] = _getter(names)(value)
+            return found
+    return [getattr(value, name, _ABSENT) for name in names]
+
+
+@functools.cache
+def _getter(names: tuple[str, ...]) -> Callable[[object], Any]:
+    return operator.attrgetter(*names)
 
 
 @functools.cache
