@@ -15,7 +15,7 @@ from rich.console import Console
 from baton.bench.scheduler import InstantEngine, loaded_engine
 from baton.core.engine.watched_worker import ROW_BYTES, weight_of
 from baton.core.engine.worker import Worker
-from baton.core.flight_recorder import CALL_BYTES, SEGMENT_BYTES, FlightRecorder
+from baton.core.flight_recorder import CALL_BYTES, SEGMENT_BYTES, SNAPSHOTS, FlightRecorder
 from baton.core.snapshot import snapshot
 from benchmarks.options import JsonIfGiven
 from benchmarks.runner import Columns, Experiment, Progress, run_benchmark, table_of
@@ -87,7 +87,8 @@ def time_recording(rows: int, windows: int) -> RecordingTiming:
         spent[is_recorded].append(_window_us(engine, WINDOW_STEPS))
     plain, recorded = np.array(spent[False]), np.array(spent[True])
     snapshot_us, data = min(_snapshot_us(worker) for _ in range(5))
-    steps = SEGMENT_BYTES / (CALLS_A_STEP * CALL_BYTES + rows * ROW_BYTES)
+    segment_bytes = max(SEGMENT_BYTES, SNAPSHOTS * data)
+    steps = segment_bytes / (CALLS_A_STEP * CALL_BYTES + rows * ROW_BYTES)
     calls_us = float(np.median(recorded - plain))
     return RecordingTiming(rows, float(np.median(plain)), calls_us, snapshot_us, data, steps)
 

@@ -19,7 +19,9 @@ from baton.core.content_hashes import ContentHashes
 from baton.core.snapshot import CannotSnapshot, snapshot
 
 SEGMENT_BYTES = 32 << 20
-"""Estimated size of the calls of a segment. Two are kept."""
+"""Estimated size of the calls of a segment. Two segments are kept."""
+SNAPSHOTS = 4
+"""A segment is at least so many times as large as its snapshot: a larger one takes longer, and is taken more rarely."""
 CALL_BYTES = 800
 """Estimated size of a call without arrays."""
 
@@ -84,7 +86,7 @@ class FlightRecorder:
     def _new_segment(self) -> Segment:
         segment = Segment(snapshot(self._watched))
         self._hashes.results = segment.hashes
-        self._room = self._segment_bytes
+        self._room = max(self._segment_bytes, SNAPSHOTS * len(segment.snapshot))
         return segment
 
     def _rotated(self) -> bool:
