@@ -20,6 +20,7 @@ from baton.core.engine.driver import Answer, WorkerDriver
 from baton.core.engine.orders import ReportChanges
 from baton.core.engine.plan import StepPlan, StepResult
 from baton.core.engine.prefix import PrefixIndex
+from baton.core.engine.scheduler import PrefillComposition, prefill_scheduler
 from baton.core.engine.worker import (
     Effect,
     Event,
@@ -115,6 +116,8 @@ class InstanceSpec:
     """Interval of lease checks while a step computes; None: not before it ends."""
     meter: PassMeter | None = None
     """Collects the CPU time of passes; None: not measured."""
+    prefilling: PrefillComposition = prefill_scheduler
+    """The scheduler, where the instance only prefills."""
 
     @property
     def shape(self) -> ExecutorShape:
@@ -177,7 +180,8 @@ class SimulatedInstance:
         config = self.spec.config
         # Unique to this life: tokens granted by an earlier one open nothing here.
         own = self.host.world.stream(f"hand-over {self.host.name} life {self.host.lives}").randbytes(16)
-        self.worker = worker = Worker(config, PrefixIndex(secret, self.executor.fingerprint, config.blocks), own)
+        prefix = PrefixIndex(secret, self.executor.fingerprint, config.blocks)
+        self.worker = worker = Worker(config, prefix, own, self.spec.prefilling)
         self._driver = self._drive(worker)
         ready(self)
 
