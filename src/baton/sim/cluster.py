@@ -209,7 +209,9 @@ class _Cluster:
         config, times = replace(spec.config, role=DECODE), spec.step_times
         if number >= spec.takers:
             config, times = replace(split.config, role=PREFILL), split.times
-        return InstanceSpec(number, config, self._executor, times, SECRET, TICK_IN_FLIGHT_US, meter, split.prefilling)
+        return InstanceSpec(
+            number, config, self._executor, times, SECRET, TICK_IN_FLIGHT_US, meter, prefilling=split.prefilling
+        )
 
     def _peers_of(self, number: int) -> list[str]:
         """Every instance that decodes is a peer of every one that prefills."""
