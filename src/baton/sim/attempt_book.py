@@ -158,7 +158,7 @@ class AttemptBook(RouterWatcher):
                 session.gauges, session.placed_since = message.gauges, 0
                 self._names(session, message)
                 for serial, count in message.preempted:
-                    self._preempted(session.serials.get(serial), count)
+                    self._yields_counted(session.serials.get(serial), count)
             case Accepted(ticket, serials):
                 session.sign_us = now_us
                 attempt = session.tickets.pop(ticket, None)
@@ -192,7 +192,7 @@ class AttemptBook(RouterWatcher):
             case Leaving():
                 session.drain(now_us)
 
-    def _preempted(self, placement: ChoiceAtInstance | None, count: int) -> None:
+    def _yields_counted(self, placement: ChoiceAtInstance | None, count: int) -> None:
         if placement is not None and not placement.called_back and placement.choice.placement is placement:
             placement.choice.preemptions = max(placement.choice.preemptions, count)
             self._touch(placement)
@@ -214,7 +214,7 @@ class AttemptBook(RouterWatcher):
             return
         choice.bills.append(ended.bill)
         placement.billed = True
-        self._preempted(placement, placement.preemptions + ended.bill.preemptions)
+        self._yields_counted(placement, placement.preemptions + ended.bill.preemptions)
         placement.request.waits_since_us = now_us
         if ended.reason is FinishReason.RESCHEDULE and ended.fault is not None and ended.fault.code in NO_ROOM:
             if placement.in_place:
@@ -401,15 +401,9 @@ class AttemptBook(RouterWatcher):
         dead, self._life.dead = self._life.dead, []
         left_behind, self._life.left_behind = self._life.left_behind, []
         for placement in left_behind:
-            if (
-                placement.serial is not None
-                and placement.ended is None
-                and not placement.called_back
-                and placement.choice.placement is not placement
-            ):
-                raise LawBroken(
-                    ONE_PLACE, f"{placement.choice.name} goes on elsewhere, and is still open at {placement.session.name}"
-                )
+            if placement.is_left_running():
+                where = placement.session.name
+                raise LawBroken(ONE_PLACE, f"{placement.choice.name} goes on elsewhere, and is still open at {where}")
         self._life.looks += 1
         if self._life.joining is not None:
             self._found_where_they_were(self._life.joining)
