@@ -20,7 +20,6 @@ from baton.core.engine.driver import Answer, WorkerDriver
 from baton.core.engine.orders import ReportChanges
 from baton.core.engine.plan import StepPlan, StepResult
 from baton.core.engine.prefix import PrefixIndex
-from baton.core.engine.watched_worker import WatchedWorker
 from baton.core.engine.worker import (
     Effect,
     Event,
@@ -53,6 +52,7 @@ from baton.wire.engine_messages import (
     encode_from_engine,
     pulse,
 )
+from baton.wire.watched_worker import WatchedWorker
 from baton.wire.worker_messages import message_of
 
 KEY_FILE = "prefix.key"
