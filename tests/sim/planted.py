@@ -1222,7 +1222,7 @@ def never_full(patch: Patch) -> None:
     patch.set("_Conversation.is_full", property(lambda self: False))
 
 
-# ── core: snapshots ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── snapshots ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @core("a snapshot forgets in which order slots became free, and a replay takes others than the engine did")
@@ -1245,7 +1245,7 @@ def forget_what_is_pending(patch: Patch) -> None:
     patch.set("Slots.snapshot_fields", snapshot_fields)
 
 
-@core("a snapshot forgets the order of what is used least recently, and a replay drops others than the engine did")
+@wire("a snapshot forgets the order of what is used least recently, and a replay drops others than the engine did")
 def forget_the_order_of_dictionaries(patch: Patch) -> None:
     def put(made: dict[Any, Any], keys: Sequence[Any], values: Sequence[Any]) -> None:
         for key, value in sorted(zip(keys, values, strict=True), key=repr):

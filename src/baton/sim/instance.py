@@ -21,7 +21,6 @@ from baton.core.engine.orders import ReportChanges
 from baton.core.engine.plan import StepPlan, StepResult
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.progress_watch import BEAT_US, STALL_US, EngineBeat
-from baton.core.engine.watched_worker import WatchedWorker
 from baton.core.engine.worker import (
     Effect,
     Event,
@@ -56,6 +55,7 @@ from baton.wire.engine_messages import (
     encode_from_engine,
     pulse,
 )
+from baton.wire.watched_worker import WatchedWorker
 from baton.wire.worker_messages import message_of
 
 KEY_FILE = "prefix.key"
