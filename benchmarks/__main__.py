@@ -19,6 +19,7 @@ COMMANDS = {
     "passes": "benchmarks.passes:passes",
     "policies": "benchmarks.policies:policies",
     "scheduler": "benchmarks.scheduler:scheduler",
+    "recording": "benchmarks.recording:recording",
     "predict": "benchmarks.predict:predict",
     "handover": "benchmarks.handover:handover",
     "store": "benchmarks.store:store",

@@ -8,7 +8,7 @@ longer than the whole previous one is taken for its continuation: there are a fe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -23,8 +23,11 @@ from benchmarks.runner import find_trace
 
 T = TypeVar("T")
 
+ANSWERED_MIN = 2
+"""Tokens that are really generated of an answer that is a pause."""
+
 TRACE_GLOB = "*sharegpt*.csv*"
-_CALLS, _SESSIONS = 3, 5
+_CALLS, _SESSIONS, _LONG = 3, 5, 7
 """Purposes of random streams: two uses of one seed never draw the same stream."""
 
 
@@ -130,3 +133,48 @@ class ConversationLoad:
                 break
             rounds.append(Round(asked, answered))
         return tuple(rounds)
+
+
+@dataclass(frozen=True, slots=True)
+class LongSessions:
+    """Sessions of many rounds for the simulator: conversations of a trace one after the other, with all said before.
+
+    An answer is drawn out as a pause before the next round: two tokens are really generated, and the others come with the
+    next prompt. To the instance that prefills this is the same, since it computes earlier answers as part of a prompt; the
+    time of a run no longer depends on how many tokens were decoded.
+    """
+
+    count: int
+    rounds: int
+    """Mean number of rounds of a session; each has between half and one and a half times as many."""
+    input_scale: float
+    context_tokens: int
+    """A session ends before the first round that exceeds this."""
+    max_tokens: int
+    token_us: int
+    """Time of each token of an answer."""
+
+    def drawn(self, conversations: Sequence[Conversation], seed: int) -> list[PlannedRequest]:
+        stream = np.random.default_rng([seed, _LONG])
+        return [call for number in range(self.count) for call in self._calls(number, conversations, stream)]
+
+    def _calls(
+        self, session: int, conversations: Sequence[Conversation], stream: np.random.Generator
+    ) -> Iterator[PlannedRequest]:
+        said = before = 0
+        for turn in self._turns(conversations, stream):
+            answered = max(ANSWERED_MIN, turn.answered)
+            asked = max(1, round(turn.asked * self.input_scale)) + max(0, before - ANSWERED_MIN)
+            if said + asked + self.max_tokens > self.context_tokens:
+                return
+            pause_us = (before - ANSWERED_MIN) * self.token_us if before else 0
+            yield PlannedRequest(None, asked, ANSWERED_MIN, self.max_tokens, session=session, think_us=pause_us)
+            said += asked + ANSWERED_MIN
+            before = answered
+
+    def _turns(self, conversations: Sequence[Conversation], stream: np.random.Generator) -> Iterator[Turn]:
+        left = int(stream.integers(self.rounds // 2, self.rounds * 3 // 2 + 1))
+        while left > 0:
+            for turn in conversations[int(stream.integers(len(conversations)))]:
+                yield turn
+                left -= 1

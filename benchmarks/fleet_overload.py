@@ -170,7 +170,7 @@ def _model_arguments(options: OverloadOptions, progress: Progress) -> Iterator[t
     else:
         with tempfile.TemporaryDirectory(prefix="baton-tiny-") as folder:
             progress.doing("making a tiny model")
-            make_tiny(Path(folder) / TINY)
+            make_tiny(Path(folder) / TINY, options.input_tokens[1] + options.output_tokens[1])
             yield (str(Path(folder) / TINY), "--device", "cpu", "--dtype", "float64")
 
 
@@ -254,6 +254,7 @@ class _Overload:
 Model = Annotated[str, typer.Argument(help="scripted, tiny (float64), a model folder or a built-in model.")]
 Minutes = Annotated[float, typer.Option(min=0.01, max=1440, help="How long clients send requests.")]
 Clients = Annotated[int, typer.Option(min=1, max=1024, help="Requests at once.")]
+Cases = Annotated[int, typer.Option(min=1, max=10_000, help="Different requests; each is answered undisturbed first.")]
 Blocks = Annotated[int, typer.Option(min=1, help="KV pool of each of the two instances, in blocks.")]
 OverloadSeed = Annotated[int, typer.Option(min=0, help="Draws the requests.")]
 UpArgs = Annotated[str, typer.Option(help="More options for baton up, such as '--reserve none'.")]
@@ -263,6 +264,7 @@ def fleet_overload(
     model: Model = SCRIPTED,
     minutes: Minutes = 5.0,
     clients: Clients = 48,
+    cases: Cases = 150,
     kv_blocks: Blocks = 300,
     seed: OverloadSeed = 1,
     up_args: UpArgs = "",
@@ -275,7 +277,9 @@ def fleet_overload(
     """
 
     def prepare(progress: Progress) -> Experiment[OverloadReport]:
-        options = OverloadOptions(model, minutes, clients, kv_blocks=kv_blocks, seed=seed, up_options=tuple(up_args.split()))
+        options = OverloadOptions(
+            model, minutes, clients, cases, kv_blocks=kv_blocks, seed=seed, up_options=tuple(up_args.split())
+        )
         return Experiment(None, lambda: asyncio.run(run_overload(options, progress)))
 
     run_benchmark(prepare, show, json_file)

@@ -53,7 +53,7 @@ class Reply:
     @property
     def error(self) -> Any:
         error = self.json()["error"]
-        assert set(error) == {"message", "type", "param", "code"}
+        assert set(error) - {"retryable"} == {"message", "type", "param", "code"}
         return error
 
     def events(self) -> list[Any]:

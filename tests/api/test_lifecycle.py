@@ -66,6 +66,8 @@ def test_a_dead_engine_is_a_503_and_health_says_why(served: Served, engine: Scri
     for reply in (served.chat(), served.chat(stream=True), served.call("GET", "/health"), served.call("GET", "/ready")):
         assert (reply.status, reply.error["type"], reply.error["code"]) == (503, "engine_dead", "engine_dead")
         assert "out of luck" in reply.error["message"]
+        assert reply.error["retryable"] is True
+        assert reply.headers["retry-after"] == "1"
 
 
 def test_a_draining_engine_is_healthy_and_not_ready(served: Served, engine: ScriptedEngine) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from baton.core.engine import watched_worker
 from baton.core.engine.request import RequestId, Sampling, Submission, frozen_tokens
 from baton.core.engine.watched_worker import WatchedWorker
 from baton.core.errors import InvariantViolated
-from baton.core.flight_recorder import CALL_BYTES, FlightRecorder
+from baton.core.flight_recorder import CALL_BYTES, SNAPSHOTS, FlightRecorder
 from baton.core.snapshot import Kind
 from baton.executor.scripted import ScriptedExecutor
 from baton.sim import instance, router_host
@@ -49,8 +49,8 @@ def file_of(recorder: FlightRecorder, of: str = "engine", mask: RecordingMask | 
     return write_recording(header(of), recorder.segments(), mask)
 
 
-def differences(data: bytes) -> list[ReplayedCall]:
-    return [call for call in Replay(Recording(data)).steps() if call.difference is not None]
+def differences(data: bytes, with_laws: bool = False) -> list[ReplayedCall]:
+    return [call for call in Replay(Recording(data), with_laws).steps() if call.difference is not None]
 
 
 def recorded(driver: Driver, segment_bytes: int = 1 << 30) -> FlightRecorder:
@@ -65,9 +65,7 @@ def recorded(driver: Driver, segment_bytes: int = 1 << 30) -> FlightRecorder:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_every_engine_and_router_of_a_world_replays_to_the_same_decisions(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whole_worlds_replay_to_the_same_decisions(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[str, FlightRecorder]] = []
 
     def record(name: str, watched: object, hashes: ContentHashes) -> FlightRecorder:
@@ -82,12 +80,12 @@ def test_every_engine_and_router_of_a_world_replays_to_the_same_decisions(
     assert made
     for of, recorder in made:
         for mask in (MASK, None):
-            assert not differences(file_of(recorder, of, mask))
+            assert not [(call.number, call.difference) for call in differences(file_of(recorder, of, mask))]
 
 
 # ── what a recording shows ───────────────────────────────────────────────────────────────────────────────────────────────
 
-FIRST_REAL, REAL_END = 1 << 20, 1 << 24
+FIRST_REAL, REAL_END = 1_234_567, 1 << 24
 """Token ids that occur as nothing else."""
 
 
@@ -98,13 +96,15 @@ def integers_of(value: Any) -> Iterator[int]:
         case list() | tuple():
             for item in value:
                 yield from integers_of(item)
-        case bytes() if len(value) % 4 == 0:
-            yield from np.frombuffer(value, dtype="<i4").tolist()
-            with contextlib.suppress(msgspec.DecodeError):
-                yield from integers_of(msgspec.msgpack.decode(value))
         case bytes():
-            with contextlib.suppress(msgspec.DecodeError):
-                yield from integers_of(msgspec.msgpack.decode(value))
+            try:
+                inner = msgspec.msgpack.decode(value)
+            except ValueError:
+                inner = None
+            if isinstance(inner, list):
+                yield from integers_of(inner)
+            elif len(value) % 4 == 0:
+                yield from np.frombuffer(value, dtype="<i4").tolist()
         case int():
             yield value
 
@@ -128,9 +128,7 @@ class FewStops(ScriptedExecutor):
     def collect(self) -> Any:
         result = super().collect()
         tokens = FIRST_REAL + result.tokens % (REAL_END - FIRST_REAL)
-        return type(result)(
-            **{name: getattr(result, name) for name in result.__slots__} | {"tokens": tokens.astype(np.int32)}
-        )
+        return replace(result, tokens=tokens.astype(np.int32))
 
 
 def test_an_engines_recording_has_no_real_token_id_salt_or_secret_unless_asked_for() -> None:
@@ -211,10 +209,10 @@ def test_two_segments_are_kept_and_the_size_is_bounded() -> None:
     opened: list[int] = []
     recorder.on_open = lambda segment: opened.append(len(segment.calls))
     drive(machine)
-    assert len(opened) > 5
+    assert len(opened) > 2
     older, newer = recorder.segments()
-    assert 10 < len(older.calls) <= 51
-    assert len(newer.calls) <= 51
+    for segment in (older, newer):
+        assert len(segment.calls) <= 1 + max(50, SNAPSHOTS * len(segment.snapshot) / CALL_BYTES)
     assert not differences(file_of(recorder))
 
 
@@ -271,7 +269,7 @@ def test_a_planted_bug_is_found_from_its_recording_alone(tmp_path: Path) -> None
         assert [call for call in seen if call.difference is not None] == []
         assert len(seen) == calls
         assert str(error) in str(seen[-1].result)
-        first = differences(file.read_bytes())[0]
+        first = differences(file.read_bytes(), with_laws=True)[0]
         assert "breaks an invariant" in str(first.difference)
         assert first.number <= calls
     # Without it: the decision that was wrong comes out otherwise, before anything breaks.

@@ -162,7 +162,7 @@ def test_damaged_bytes_give_an_error_or_a_value_but_never_anything_else(data: st
         restore(bytes(good), HASHES)
 
 
-@settings(max_examples=25)
+@settings(max_examples=15, deadline=None)
 @given(shapes(), st.integers(0, 1 << 30), st.integers(1, 120))
 def test_a_restored_worker_decides_as_the_live_one(config: WorkerConfig, seed: int, after: int) -> None:
     machine = Machine(config, seed, Counter())

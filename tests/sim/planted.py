@@ -8,7 +8,7 @@ simulator alone. `search_planted` finds a seed that catches each, `catches.json`
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,6 +45,7 @@ from baton.wire import engine_messages as messages
 from baton.wire import keyfile
 from baton.wire import request_table as desking
 from baton.wire.engine_messages import DecodedRows, StepOutput
+from baton.wire.instance_sessions import InstanceSessions, InstanceSessionState
 from baton.wire.peer_session import KnownSessions, PeerSession
 from baton.wire.request_table import EntryState, RequestTable
 from baton.wire.retry_pauses import RetryPauses
@@ -117,14 +118,13 @@ def requeue_before_the_ack(patch: Patch) -> None:
             request.outputs = self.slots.outputs(self.slot_of(request))
             known = np.concatenate((request.submission.prompt, request.outputs))
             request.keys = PrefixLookup(self).keys_of(request.submission, known)
-            queues[self].push(request)
+            vars(self)["queue of the bug"].push(request)
 
     init_then = patch.original("RequestEnding.__init__")
-    queues: dict[RunningSet, WaitingQueue] = {}
 
     def init(self: RequestEnding, running: RunningSet, queue: WaitingQueue, *parts: Any) -> None:
         init_then(self, running, queue, *parts)
-        queues[running] = queue
+        vars(running)["queue of the bug"] = queue  # part of its state, so that it is in snapshots too
 
     patch.set("RequestEnding.__init__", init)
     patch.set("RunningSet.order_stop", order_stop)
@@ -855,6 +855,33 @@ def speak_in_the_next_session(patch: Patch) -> None:
     patch.set("KnownSessions.of", of)
 
 
+@wire("an instance whose join is never answered waits for ever, though the router has restarted since")
+def wait_for_ever_for_a_welcome(patch: Patch) -> None:
+    deadline_then = patch.original("InstanceSessions.next_deadline")
+
+    def next_deadline(self: InstanceSessions) -> Any:
+        return None if self.state is InstanceSessionState.JOINING else deadline_then(self)
+
+    patch.set("InstanceSessions.next_deadline", next_deadline)
+
+
+@wire("log-probabilities are those of another token")
+def misread_logprobs(patch: Patch) -> None:
+    lines_then = patch.original("logprob_lines")
+    patch.set("logprob_lines", lambda item: [(value + 1, top) for value, top in lines_then(item)])
+
+
+@wire("a step loses its log-probabilities on the way")
+def lose_logprobs(patch: Patch) -> None:
+    init_then = patch.original("DecodedRows.__init__")
+
+    def init(self: DecodedRows, output: StepOutput) -> None:
+        init_then(self, output)
+        self.logprobs = {}
+
+    patch.set("DecodedRows.__init__", init)
+
+
 # ── wire: the desk ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -1193,3 +1220,35 @@ def cancel_only_when_idle(patch: Patch) -> None:
 @wire("a full line never says so, and the engine fills memory or falls over")
 def never_full(patch: Patch) -> None:
     patch.set("_Conversation.is_full", property(lambda self: False))
+
+
+# ── core: snapshots ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@core("a snapshot forgets in which order slots became free, and a replay takes others than the engine did")
+def forget_the_order_of_free_slots(patch: Patch) -> None:
+    fields_then = patch.original("Slots.snapshot_fields")
+
+    def snapshot_fields(self: Slots) -> dict[str, object]:
+        return fields_then(self) | {"_empty": sorted(self._empty)}
+
+    patch.set("Slots.snapshot_fields", snapshot_fields)
+
+
+@core("a snapshot forgets what steps in flight may still yield, and a replay plans more than there is room for")
+def forget_what_is_pending(patch: Patch) -> None:
+    fields_then = patch.original("Slots.snapshot_fields")
+
+    def snapshot_fields(self: Slots) -> dict[str, object]:
+        return fields_then(self) | {"pending": np.zeros_like(self.pending)}
+
+    patch.set("Slots.snapshot_fields", snapshot_fields)
+
+
+@core("a snapshot forgets the order of what is used least recently, and a replay drops others than the engine did")
+def forget_the_order_of_dictionaries(patch: Patch) -> None:
+    def put(made: dict[Any, Any], keys: Sequence[Any], values: Sequence[Any]) -> None:
+        for key, value in sorted(zip(keys, values, strict=True), key=repr):
+            made[key] = value  # noqa: PERF403  of a Counter, update would add
+
+    patch.set("snapshot._put", put)

@@ -586,7 +586,6 @@ def bill_no_failed_attempt(patch: Patch) -> None:
 @core("P computes what D has no room for yet, and has nowhere to send it when the grant comes")
 def compute_before_the_grant(patch: Patch) -> None:
     advance_then = patch.original("PrefillSide.advance")
-    begun: list[tuple[object, Serial]] = []
 
     def advance(self: PrefillSide, now_us: int) -> Acts:
         acts = advance_then(self, now_us)
@@ -597,8 +596,9 @@ def compute_before_the_grant(patch: Patch) -> None:
 
     def once(begin_then: Any) -> Any:
         def begin(self: Any, serial: Serial) -> None:
-            if not any(scheduler is self and of == serial for scheduler, of in begun):
-                begun.append((self, serial))
+            begun: list[Serial] = vars(self).setdefault("begun by the bug", [])
+            if serial not in begun:
+                begun.append(serial)
                 begin_then(self, serial)
 
         return begin

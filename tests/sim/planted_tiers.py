@@ -257,14 +257,13 @@ def run_before_the_copy(patch: Patch) -> None:
 
     def restore(self: KvRestoring, request: Request, hit: PrefixHit, rows: Int32s, protected: bool) -> None:
         restore_then(self, request, hit, rows, protected)
-        schedulers[self]._pass.restored(self._running.slot_of(request))
+        vars(self)["scheduler of the bug"]._pass.restored(self._running.slot_of(request))
 
     init_then = patch.original("Scheduler.__init__")
-    schedulers: dict[KvRestoring, Scheduler] = {}
 
     def init(self: Scheduler, *parts: Any) -> None:
         init_then(self, *parts)
-        schedulers[self._restoring] = self
+        vars(self._restoring)["scheduler of the bug"] = self  # part of its state, so that it is in snapshots too
 
     patch.set("Scheduler.__init__", init)
     patch.set("KvRestoring.restore", restore)

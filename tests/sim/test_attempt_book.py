@@ -47,6 +47,9 @@ class Watched:
     def __init__(self) -> None:
         self.book = AttemptBook(CONFIG, NoFaults())
 
+    def preemptions(self, origin: bytes) -> tuple[int, ...]:
+        return ()
+
     def open_at(self) -> dict[Session, int]:
         return {session: len(seen.open_choices()) for session, seen in self.book._life.sessions.items()}
 

@@ -1,4 +1,4 @@
-"""The simulator drives the objects that serve, and decides nothing about scheduling, hand-over or routing itself."""
+"""The simulator drives the objects that serve, and decides nothing about scheduling, hand-over, routing or connections."""
 
 from __future__ import annotations
 
@@ -14,10 +14,17 @@ from baton.core.routing.placement import Placement
 from baton.core.routing.router import Router
 from baton.sim.fuzzed_run import run_seed
 from baton.sim.law_names import OWN_CHECKS
+from baton.sim.scenario import draw_scenario
 from baton.wire import engine_messages as messages
 from baton.wire.instance_sessions import InstanceSessions
+from baton.wire.peer_session import KnownSessions, PeerSession
+from baton.wire.retry_pauses import RetryPauses
 from baton.wire.router_sessions import RouterSessions
+from baton.wire.seal import Seal
+from baton.wire.sealed_stream import AcceptedStreams, SealedStream
 
+NODE = Path(__file__).parents[2] / "src" / "baton" / "node"
+SPLIT_SEED = next(seed for seed in range(50) if any(role.takes for role in draw_scenario(seed).roles))
 SIM = Path(__file__).parents[2] / "src" / "baton" / "sim"
 
 MAY_SEE_OF_CORE = {
@@ -85,6 +92,21 @@ def test_it_neither_derives_from_nor_patches_production_classes() -> None:
                     assert not patched, f"{name} patches a production class"
 
 
+def test_connections_of_worlds_and_of_processes_are_made_of_the_same_machines() -> None:
+    """Both drivers import the machines, and neither has rules of a connection of its own: seals are not made elsewhere."""
+    for machine, drivers in {
+        "SealedStream": (SIM / "lines.py", NODE / "sealed_connection.py"),
+        "AcceptedStreams": (SIM / "lines.py", NODE / "sealed_connection.py"),
+        "PeerSession": (SIM / "simulated_peers.py", NODE / "peer_connection.py"),
+        "KnownSessions": (SIM / "simulated_peers.py", NODE / "peers.py"),
+        "RetryPauses": (SIM / "lines.py", NODE / "router_membership.py", NODE / "peers.py"),
+    }.items():
+        for path in drivers:
+            assert machine in {what for _, what in imports(ast.parse(path.read_text()))}, f"{path.name} has no {machine}"
+    for name, tree in modules():
+        assert name == "strangers.py" or "Seal" not in {what for _, what in imports(tree)}, f"{name} seals by itself"
+
+
 def test_only_the_judge_looks_behind_the_door() -> None:
     for name, tree in modules():
         if name != "law_checker.py":
@@ -103,6 +125,15 @@ def test_only_the_judge_looks_behind_the_door() -> None:
         (Placement, "choose", 2),
         (RouterSessions, "receive", 2),
         (InstanceSessions, "take", 2),
+        (Seal, "seal", 0),
+        (Seal, "take_into", 2),
+        (SealedStream, "receive", 0),
+        (SealedStream, "send", 2),
+        (SealedStream, "tick", 0),
+        (AcceptedStreams, "opened", 2),
+        (RetryPauses, "after", 2),
+        (PeerSession, "receive", SPLIT_SEED),
+        (KnownSessions, "of", SPLIT_SEED),
     ],
 )
 def test_a_world_stands_still_without_the_production_code(

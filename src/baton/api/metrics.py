@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import asdict
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
@@ -65,7 +64,7 @@ class _EngineCollector(Collector):
         yield self._count("accepted_draft_tokens", "Guessed tokens that proved right", gauges.drafts.accepted)
 
     def _of_blocks(self, gauges: SchedulerGauges) -> Iterable[Metric]:
-        by_state = asdict(gauges.blocks)
+        by_state = gauges.blocks._asdict()
         family = GaugeMetricFamily("baton_kv_blocks", "KV blocks by state", labels=["model_name", "state"])
         for state, count in by_state.items():
             family.add_metric([self._model, state], count)

@@ -13,13 +13,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from baton.core.config import WorkerConfig
-from baton.core.engine.driver import Answer, WorkerDriver
+from baton.core.engine.driver import Answer, Driven, WorkerDriver
 from baton.core.engine.orders import Submit
 from baton.core.engine.plan import RowOutcome, StepPlan, StepResult
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.request import RequestId, Sampling, Submission, frozen_tokens
+from baton.core.engine.watched_worker import WatchedWorker
 from baton.core.engine.worker import Launch, StepDone, Worker
 from baton.core.errors import InvariantViolated
+from baton.core.flight_recorder import CallWatch
 from baton.wire.engine_messages import encode_from_engine
 from baton.wire.worker_messages import message_of
 
@@ -41,7 +43,7 @@ class SchedulerTiming:
 
 def time_scheduler(rows: int, steps: int, *, blocks: int = 200_000, block_size: int = 16) -> SchedulerTiming:
     """`rows` requests of 64 prompt tokens each, decoding without end; microseconds a step."""
-    engine = _loaded_engine(rows, blocks, block_size)
+    engine = loaded_engine(rows, blocks, block_size)
     for _ in range(WARM_UP_STEPS):
         engine.step()
     spent_us = []
@@ -54,7 +56,7 @@ def time_scheduler(rows: int, steps: int, *, blocks: int = 200_000, block_size: 
     return SchedulerTiming(rows, steps, float(np.mean(spent_us)), float(np.percentile(spent_us, 99)))
 
 
-def _loaded_engine(rows: int, blocks: int, block_size: int) -> InstantEngine:
+def loaded_engine(rows: int, blocks: int, block_size: int) -> InstantEngine:
     config = WorkerConfig(
         slots=rows, blocks=max(blocks, rows * 128), block_size=block_size, context_tokens=8192,
         step_tokens=max(8192, rows), depth=1, waiting_max=rows,
@@ -75,9 +77,16 @@ class InstantEngine:
 
     def __init__(self, config: WorkerConfig) -> None:
         self.worker = Worker(config, PrefixIndex(b"bench", b"bench", config.blocks))
-        self._driver = WorkerDriver(self.worker, lambda: 0, launch=self._launch, answer=self._encode)
+        self._driver = self._drive(self.worker)
         self._plan: StepPlan | None = None
         self._submitted = 0
+
+    def _drive(self, worker: Driven) -> WorkerDriver:
+        return WorkerDriver(worker, lambda: 0, launch=self._launch, answer=self._encode)
+
+    def watch(self, watch: CallWatch | None) -> None:
+        """Have the worker's calls made by `watch`; None: by the driver."""
+        self._driver = self._drive(self.worker if watch is None else WatchedWorker(self.worker, watch))
 
     def submit(self, submission: Submission) -> None:
         self._submitted += 1

@@ -14,7 +14,7 @@ CONTEXT_TOKENS = 1024
 _SEED = 4
 
 
-def make_tiny(folder: Path) -> None:
+def make_tiny(folder: Path, context_tokens: int = CONTEXT_TOKENS) -> None:
     # Imported here because they take seconds and most commands do not need them.
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
@@ -24,7 +24,7 @@ def make_tiny(folder: Path) -> None:
     torch.manual_seed(_SEED)
     config = LlamaConfig(
         vocab_size=BYTE_VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=CONTEXT_TOKENS, initializer_range=0.2, eos_token_id=None,
+        num_key_value_heads=2, max_position_embeddings=context_tokens, initializer_range=0.2, eos_token_id=None,
         bos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     before = torch.get_default_dtype()

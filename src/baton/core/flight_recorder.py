@@ -18,8 +18,10 @@ from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 from baton.core.content_hashes import ContentHashes
 from baton.core.snapshot import CannotSnapshot, snapshot
 
-SEGMENT_BYTES = 16 << 20
-"""Estimated size of the calls of a segment. Two are kept."""
+SEGMENT_BYTES = 32 << 20
+"""Estimated size of the calls of a segment. Two segments are kept."""
+SNAPSHOTS = 4
+"""A segment is at least so many times as large as its snapshot: a larger one takes longer, and is taken more rarely."""
 CALL_BYTES = 800
 """Estimated size of a call without arrays."""
 
@@ -79,19 +81,19 @@ class FlightRecorder:
         self.stopped: str | None = None
         """Why nothing is recorded any more."""
         self._older: Segment | None = None
-        self.newer = self._open()
+        self.newer = self._new_segment()
 
-    def _open(self) -> Segment:
+    def _new_segment(self) -> Segment:
         segment = Segment(snapshot(self._watched))
         self._hashes.results = segment.hashes
-        self._room = self._segment_bytes
+        self._room = max(self._segment_bytes, SNAPSHOTS * len(segment.snapshot))
         return segment
 
     def _rotated(self) -> bool:
         """Open the next segment. Where that cannot be done, recording ends and deciding goes on."""
         if self.stopped is None:
             try:
-                self._older, self.newer = self.newer, self._open()
+                self._older, self.newer = self.newer, self._new_segment()
             except CannotSnapshot as error:
                 self.stopped = str(error)
                 self._hashes.results = None

@@ -21,9 +21,11 @@ one is read, and bytes that are no snapshot raise BadSnapshot.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import importlib
+import operator
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -46,6 +48,7 @@ DEPTH_MAX = 200
 BIG_INT_BYTES_MAX = 4096
 
 _INT64_MIN, _INT64_END = -(1 << 63), 1 << 63
+_AS_THEY_ARE = frozenset({type(None), bool, float, str, bytes})
 _SCALARS = frozenset({type(None), bool, int, float, str, bytes})
 _VIEWS = frozenset({"keys", "values", "items", "get"})
 """Methods of built-in containers that an object may keep."""
@@ -200,7 +203,7 @@ class ValueEncoder:
             masked = value if self._masking is None else self._masking.array(np.array([value]), mark)[0]
             return [Kind.NUMPY_SCALAR, value.dtype.str, masked.tobytes()]
         if isinstance(value, MethodType | BuiltinFunctionType):
-            return self._method(value)
+            return self._written_method(value)
         if isinstance(value, FunctionType):
             return [Kind.FUNCTION, _checked_module(value.__module__), value.__qualname__]
         if isinstance(value, type):
@@ -217,16 +220,20 @@ class ValueEncoder:
             return [Kind.BIG_INT, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)]
         return value
 
-    def _method(self, value: Any) -> list[Any]:
+    def _written_method(self, value: Any) -> list[Any]:
         owner, name = value.__self__, value.__name__
         if owner is None or (isinstance(value, BuiltinFunctionType) and name not in _VIEWS):
             raise CannotSnapshot(f"{value!r} cannot be in a snapshot")
         return [Kind.METHOD, self._value(owner, None), name]
 
-    def _fields(self, value: object, names: Sequence[str], mark: object) -> list[Any]:
+    def _fields(self, value: object, names: tuple[str, ...], mark: object) -> list[Any]:
         kind, masking = type(value), self._masking
         if masking is None:
-            return [self._value(getattr(value, name, _ABSENT), mark) for name in names]
+            return [
+                item if type(item) in _AS_THEY_ARE or (type(item) is int and _INT64_MIN <= item < _INT64_END)
+                else self._value(item, mark)
+                for item in _items(value, names)
+            ]  # fmt: skip
         return [self._value(getattr(value, name, _ABSENT), masking.mark_of(kind, name, mark)) for name in names]
 
     def _class_of(self, kind: type, names: tuple[str, ...]) -> int:
@@ -241,11 +248,11 @@ class ValueEncoder:
     def _body(self, value: Any, mark: object) -> list[Any]:
         kind = type(value)
         if kind is list:
-            return self._list(value, mark)
+            return self._list_body(value, mark)
         if isinstance(value, dict):
-            return self._dict(value, mark)
+            return self._dict_body(value, mark)
         if kind is np.ndarray:
-            return self._array(value, mark)
+            return self._array_body(value, mark)
         if kind is deque:
             return [Kind.DEQUE, value.maxlen, *[self._value(item, mark) for item in value]]
         if kind is set:
@@ -255,9 +262,9 @@ class ValueEncoder:
         if isinstance(value, msgspec.Struct):
             names = kind.__struct_fields__
             return [Kind.STRUCT, self._class_of(kind, names), *self._fields(value, names, None)]
-        return self._object(value)
+        return self._object_body(value)
 
-    def _object(self, value: Any) -> list[Any]:
+    def _object_body(self, value: Any) -> list[Any]:
         kind: Any = type(value)
         if _chooses_fields(kind):
             fields = value.snapshot_fields()
@@ -269,21 +276,21 @@ class ValueEncoder:
             raise CannotSnapshot(f"a {kind.__module__}.{kind.__qualname__} cannot be in a snapshot")
         return [Kind.OBJECT, self._class_of(kind, names), *self._fields(value, names, None)]
 
-    def _list(self, items: list[Any], mark: object) -> list[Any]:
+    def _list_body(self, items: list[Any], mark: object) -> list[Any]:
         # A pool has lists of as many items as blocks: what is plain is written as it is.
         kinds = set(map(type, items))
         if kinds <= _SCALARS and _fit(items, kinds):
             return [Kind.PLAIN_LIST, self._plain(items, mark)]
         if kinds == {tuple}:
             inner = set(map(type, chain.from_iterable(items)))
-            if inner <= _SCALARS and _fit(chain.from_iterable(items), inner):
+            if inner <= _SCALARS and _fit([*chain.from_iterable(items)], inner):
                 return [Kind.TUPLE_LIST, items if self._masking is None else [self._plain(item, mark) for item in items]]
         return [Kind.LIST, *[self._value(item, mark) for item in items]]
 
     def _plain(self, items: Iterable[Any], mark: object) -> Any:
         return items if self._masking is None else [self._masking.scalar(item, mark) for item in items]
 
-    def _dict(self, items: dict[Any, Any], mark: object) -> list[Any]:
+    def _dict_body(self, items: dict[Any, Any], mark: object) -> list[Any]:
         kind = type(items)
         which: Any = _DICTS.index(kind) if kind in _DICTS else None
         if kind is defaultdict:
@@ -291,12 +298,12 @@ class ValueEncoder:
         elif which is None:
             raise CannotSnapshot(f"a {kind.__module__}.{kind.__qualname__} cannot be in a snapshot")
         kinds = set(map(type, items)) | set(map(type, items.values()))
-        if kinds <= _SCALARS and _fit(chain(items, items.values()), kinds):
+        if kinds <= _SCALARS and _fit([*items, *items.values()], kinds):
             return [Kind.PLAIN_DICT, which, self._plain(list(items), mark), self._plain(list(items.values()), mark)]
         pairs = [self._value(item, mark) for pair in items.items() for item in pair]
         return [Kind.DICT, which, *pairs]
 
-    def _array(self, value: npt.NDArray[Any], mark: object) -> list[Any]:
+    def _array_body(self, value: npt.NDArray[Any], mark: object) -> list[Any]:
         if value.dtype.hasobject:
             raise CannotSnapshot("an array of objects cannot be in a snapshot")
         masked = value if self._masking is None else self._masking.array(value, mark)
@@ -362,9 +369,12 @@ class _Absent(enum.Enum):
 _ABSENT = _Absent.ABSENT
 
 
-def _fit(items: Iterable[Any], kinds: set[type]) -> bool:
+def _fit(items: Sequence[Any], kinds: set[type]) -> bool:
     """Whether all integers have at most 64 bits."""
-    return int not in kinds or all(type(item) is not int or _INT64_MIN <= item < _INT64_END for item in items)
+    if int not in kinds:
+        return True
+    numbers = items if kinds == {int} else [item for item in items if type(item) is int]
+    return min(numbers) >= _INT64_MIN and max(numbers) < _INT64_END
 
 
 def _in_order(values: Iterable[Any]) -> list[Any]:
@@ -388,6 +398,20 @@ def _checked_module(module: str) -> str:
     if not module.startswith(MODULES):
         raise CannotSnapshot(f"what {module} defines cannot be in a snapshot")
     return module
+
+
+def _items(value: object, names: tuple[str, ...]) -> Iterable[Any]:
+    """The values of these attributes. All at once where all are set: this takes most of the time of a snapshot."""
+    if len(names) > 1:
+        with contextlib.suppress(AttributeError):
+            found: tuple[Any, ...] = _getter(names)(value)
+            return found
+    return [getattr(value, name, _ABSENT) for name in names]
+
+
+@functools.cache
+def _getter(names: tuple[str, ...]) -> Callable[[object], Any]:
+    return operator.attrgetter(*names)
 
 
 @functools.cache

@@ -27,7 +27,7 @@ from baton.core.routing.events import (
     UnclaimedFound,
 )
 from baton.core.routing.identity import RequestNumber
-from baton.sim.attempt_laws import NO_ROOM, AttemptLaws, billed, let_go, not_younger, same_request
+from baton.sim.attempt_laws import NO_ROOM, AttemptLaws, billed, counts_kept, let_go, not_younger, same_request
 from baton.sim.attempt_records import AttemptSeen, ChoiceAtInstance, ChoiceSeen, RequestSeen, RouterLifeSeen, SessionSeen
 from baton.sim.faults import Fault
 from baton.sim.law_names import (
@@ -195,6 +195,7 @@ class AttemptBook(RouterWatcher):
     def _preempted(self, placement: ChoiceAtInstance | None, count: int) -> None:
         if placement is not None and not placement.called_back and placement.choice.placement is placement:
             placement.choice.preemptions = max(placement.choice.preemptions, count)
+            self._touch(placement)
 
     def _names(self, session: SessionSeen, beat: HeartbeatMessage) -> None:
         if beat.fresh:
@@ -430,6 +431,8 @@ class AttemptBook(RouterWatcher):
         for request in touched.values():
             if request.over:
                 let_go(request)
+            else:
+                counts_kept(request, view.preemptions(request.origin))
             for choice in request.choices:
                 at = choice.placement if choice.cut else None
                 if at is not None and at.is_open and at.serial is not None and not at.stopped:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from baton.core.engine.request import FinishReason, Submission
 from baton.core.handover.faults import PdCode
 from baton.core.routing.config import RouterConfig
@@ -192,6 +194,13 @@ def not_younger(choice: ChoiceSeen, item: Submission, seniority: tuple[int, int]
         raise LawBroken(
             NOT_YOUNGER, f"{choice.name} was preempted {choice.preemptions} times and is sent on with {item.preemptions}"
         )
+
+
+def counts_kept(request: RequestSeen, counts: Sequence[int]) -> None:
+    """`counts`: what the router knows of the preemptions of each choice."""
+    for choice, count in zip(request.choices, counts, strict=False):
+        if choice.outcome is None and count < choice.preemptions:
+            raise LawBroken(NOT_YOUNGER, f"{choice.name} was preempted {choice.preemptions} times, the router knows {count}")
 
 
 def billed(request: RequestSeen, choice: ChoiceSeen, outcome: ChoiceOutcome) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 from baton.core.config import DECODE, PREFILL, WorkerConfig
 from baton.core.engine.ended import EndedRequest
 from baton.core.engine.request import FinishReason, RequestId, Sampling, Submission, Tokens
+from baton.core.engine.scheduler import PrefillComposition, prefill_scheduler
 from baton.core.errors import BatonError, Refusal
 from baton.core.routing import events as routing
 from baton.core.routing.config import RouterConfig, RoutingPolicy
@@ -90,6 +91,8 @@ class PrefillDecodeSplit:
     times: StepTimeModel
     """Step times of the instances that prefill."""
     kv_link: KvLinkModel
+    prefilling: PrefillComposition = prefill_scheduler
+    """The scheduler of the instances that prefill; an experiment may compose its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,14 +204,14 @@ class _Cluster:
 
     def _instance_spec(self, number: int, meter: PassMeter | None) -> InstanceSpec:
         spec, split = self.spec, self.spec.split
-        config, times, tick_us = spec.config, spec.step_times, None
-        if split is not None:
-            tick_us = TICK_IN_FLIGHT_US
-            if number < spec.takers:
-                config = replace(spec.config, role=DECODE)
-            else:
-                config, times = replace(split.config, role=PREFILL), split.times
-        return InstanceSpec(number, config, self._executor, times, SECRET, tick_us, meter)
+        if split is None:
+            return InstanceSpec(number, spec.config, self._executor, spec.step_times, SECRET, None, meter)
+        config, times = replace(spec.config, role=DECODE), spec.step_times
+        if number >= spec.takers:
+            config, times = replace(split.config, role=PREFILL), split.times
+        return InstanceSpec(
+            number, config, self._executor, times, SECRET, TICK_IN_FLIGHT_US, meter, prefilling=split.prefilling
+        )
 
     def _peers_of(self, number: int) -> list[str]:
         """Every instance that decodes is a peer of every one that prefills."""

@@ -21,6 +21,7 @@ from baton.core.engine.orders import ReportChanges
 from baton.core.engine.plan import StepPlan, StepResult
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.progress_watch import BEAT_US, STALL_US, EngineBeat
+from baton.core.engine.scheduler import PrefillComposition, prefill_scheduler
 from baton.core.engine.watched_worker import WatchedWorker
 from baton.core.engine.worker import (
     Effect,
@@ -123,6 +124,8 @@ class InstanceSpec:
     """Collects the CPU time of passes; None: not measured."""
     stall_us: int = STALL_US
     """Least limit for a step that does not end."""
+    prefilling: PrefillComposition = prefill_scheduler
+    """The scheduler, where the instance only prefills."""
 
     @property
     def tried_step_us(self) -> int:
@@ -210,7 +213,8 @@ class SimulatedInstance:
         config = self.spec.config
         # Unique to this life: tokens granted by an earlier one open nothing here.
         own = self.host.world.stream(f"hand-over {self.host.name} life {self.host.lives}").randbytes(16)
-        self.worker = worker = Worker(config, PrefixIndex(secret, self.executor.fingerprint, config.blocks), own)
+        prefix = PrefixIndex(secret, self.executor.fingerprint, config.blocks)
+        self.worker = worker = Worker(config, prefix, own, self.spec.prefilling)
         if self._watcher is not None:
             self._watched = WatchedWorker(worker, TwinCheck(self.host.name, worker, worker.hashes))
         self._driver = self._drive(worker)

@@ -323,6 +323,9 @@ class RouterHost:
         fleet = self.sessions.router.fleet
         return {session: len(member.choices) for session, member in fleet.members.items()}
 
+    def preemptions(self, origin: bytes) -> tuple[int, ...]:
+        return self.sessions.router.preemptions(origin)
+
     def holders(self, key: bytes) -> tuple[Session, ...]:
         return self.sessions.router.holders(key)
 

@@ -38,6 +38,10 @@ class KvLinkModel:
     card_bytes_per_s: float
     delay_us: int
 
+    def layers_us(self, takes_us: int) -> list[int]:
+        """Microseconds from the beginning of a step of `takes_us` until each of its layers can be sent."""
+        return [takes_us * (layer + 1) // self.layers for layer in range(self.layers)]
+
 
 class NetworkCard:
     """One direction of an instance's network card."""
@@ -179,8 +183,7 @@ class TimedSender:
         return step in self._parts
 
     def layers_us(self, takes_us: int) -> Sequence[int]:
-        layers = self._kv_link.layers
-        return [takes_us * (layer + 1) // layers for layer in range(layers)]
+        return self._kv_link.layers_us(takes_us)
 
     def layer_done(self, step: int, layer: int) -> None:
         for part in self._parts[step]:

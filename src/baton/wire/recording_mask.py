@@ -86,6 +86,8 @@ class RecordingMask:
     def __init__(self, key: bytes) -> None:
         """`key`: drawn for one recording, and forgotten."""
         self._key = hashlib.blake2b(key, digest_size=32).digest()
+        self._short: dict[bytes, bytes] = {}
+        """What stands for each string shorter than a key."""
         self._rounds = [self._round(number) for number in range(_ROUNDS)]
 
     def _round(self, number: int) -> npt.NDArray[np.int64]:
@@ -103,8 +105,19 @@ class RecordingMask:
         return masked
 
     def opaque(self, data: bytes) -> bytes:
-        """Another string, the same for the same, and as long; the empty one stays, and short ones get longer."""
-        return hashlib.shake_128(self._key + data).digest(max(KEY_BYTES, len(data))) if data else data
+        """Another string, as long, the same for the same, and different for different ones."""
+        if len(data) >= KEY_BYTES or not data:
+            return hashlib.shake_128(self._key + data).digest(len(data))
+        found = self._short.get(data)
+        if found is None:
+            found = self._short[data] = self._draw_short(data)
+        return found
+
+    def _draw_short(self, data: bytes) -> bytes:
+        """Short hashes may be equal: then another is drawn, as long as there may be any."""
+        used = set(self._short.values())
+        drawn = (hashlib.shake_128(self._key + data + bytes([KEY_BYTES, nth])).digest(len(data)) for nth in range(256))
+        return next((one for one in drawn if one not in used), data)
 
     # ── core.snapshot.Masking ────────────────────────────────────────────────────────────────────────────────────────────
 

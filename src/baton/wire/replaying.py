@@ -63,7 +63,7 @@ class Replay:
     def steps(self) -> Iterator[ReplayedCall]:
         for frame in self._recording.frames():
             if isinstance(frame, bytes):
-                yield from self._open(frame)
+                yield from self._restored(frame)
                 continue
             if isinstance(frame, int):
                 self.left_out += frame
@@ -76,7 +76,7 @@ class Replay:
             for call in calls:
                 yield self._replayed(call)
 
-    def _open(self, data: bytes) -> Iterator[ReplayedCall]:
+    def _restored(self, data: bytes) -> Iterator[ReplayedCall]:
         before, self._object = self._object, restore(data, self._hashes)
         self.segments += 1
         if not isinstance(self._object, self._root):

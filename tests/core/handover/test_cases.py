@@ -240,6 +240,24 @@ def test_a_client_that_leaves_while_a_lease_is_given_up_ends_with_the_fence(on_p
     assert d.worker.is_idle
 
 
+@pytest.mark.parametrize("how", ["broken", "late"])
+def test_who_was_sent_to_stay_is_prefilled_here_when_no_kv_comes(how: str) -> None:
+    d = taker(on_preempt=OnPreempt.RESCHEDULE)
+    stays = msgspec.structs.replace(submission(range(40), 4), resumes_in_place=True)
+    (serial,) = d.submit(stays)
+    d.tick()
+    if how == "late":
+        d.now_us += d.config.handover.deadline_us
+        d.send(Tick())
+    else:
+        hear(d, Offer(serial, 1, 40))
+        d.send(TransferBroken(Handover(PEER, serial, 1), "spoilt"))
+        d.send(Fenced(Handover(PEER, serial, 1)))
+    assert serial not in d.ended
+    d.run(100)
+    assert (d.ended[serial].reason, len(d.outputs[serial])) == (FinishReason.LENGTH, 4)
+
+
 @pytest.mark.parametrize(
     "changes", [{"prompt_digest": b"another"}, {"token": 1 << 31}, {"token": -1}], ids=["digest", "token", "negative"]
 )

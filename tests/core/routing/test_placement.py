@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from baton.core.engine.change_journal import CachedKeysChanged
 from baton.core.engine.gauges import SchedulerGauges
 from baton.core.engine.prefix import PrefixIndex
-from baton.core.engine.request import frozen_tokens
+from baton.core.engine.request import FinishReason, frozen_tokens
 from baton.core.errors import RefusalCode
 from baton.core.routing.config import RouterConfig, RoutingPolicy
 from baton.core.routing.events import Heartbeat, HeartbeatCame, InstanceLost, SendAttempt, Session
 from baton.core.routing.prefix_directory import ASSUMED_US, PrefixDirectory
 from baton.core.routing.rate_limits import TENANTS_MAX, RateLimits, TokenBucket
-from tests.support.routing import BLOCK_SIZE, SECRET, Bench, facts, submission
+from tests.support.routing import BLOCK_SIZE, PREEMPTED, SECRET, Bench, ended, facts, submission
 
 A, B, C = Session(1), Session(2), Session(3)
 
@@ -87,6 +89,32 @@ def test_a_pool_that_cannot_hold_it_is_avoided() -> None:
         )
     )
     assert placed(bench, 7) == "b"
+
+
+POOLS = st.tuples(st.integers(0, 6), st.integers(0, 1))
+"""Free blocks, and requests that wait for some. 40 tokens and an answer of one take three."""
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(home=POOLS, others=st.lists(POOLS, min_size=2, max_size=2), excludes=st.booleans())
+def test_who_had_to_yield_goes_where_there_is_room_or_back(
+    home: tuple[int, int], others: list[tuple[int, int]], excludes: bool
+) -> None:
+    bench = Bench(RouterConfig(preempt_retry_exclude_decode=excludes, policy=RoutingPolicy.ROUND_ROBIN))
+    for name in "abc":
+        bench.join(facts(name))
+    pools = dict(zip("abc", [home, *others], strict=True))
+    _, send = bench.open(submission("x"))
+    assert send.session == bench.sessions["a"]
+    bench.ledgers = {
+        name: SchedulerGauges(free_blocks=free, running_blocks=256 - free, waiting=waits)
+        for name, (free, waits) in pools.items()
+    }
+    bench.came(send, 1, end=ended(FinishReason.RESCHEDULE, PREEMPTED))
+    bench.pass_us(1_000_000)
+    went = next(name for name, session in bench.sessions.items() if session == bench.sent().session)
+    roomy = [name for name, (free, waits) in pools.items() if free >= 3 and not waits and not (excludes and name == "a")]
+    assert went in (roomy or ["a"])
 
 
 def test_a_prompt_goes_only_where_it_fits_and_the_largest_says_why_if_nowhere() -> None:

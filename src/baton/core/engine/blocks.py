@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,8 +37,9 @@ class Pin(IntEnum):
     RECEIVING = 2
 
 
-@dataclass(frozen=True, slots=True)
-class BlockGauges:
+class BlockGauges(NamedTuple):
+    """A tuple: made for every gauge and law, and four times as quickly as a frozen dataclass."""
+
     free: int
     evictable: int
     running: int

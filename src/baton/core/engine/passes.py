@@ -9,8 +9,7 @@ comparison.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from baton.core.engine.billing import Billing
 from baton.core.engine.departing import DepartingRequests
@@ -27,8 +26,7 @@ from baton.core.engine.step_builder import StepBuilder
 from baton.core.errors import InvariantViolated
 
 
-@dataclass(frozen=True, slots=True)
-class PressureGauges:
+class PressureGauges(NamedTuple):
     preemptions_for_others: int = 0
     preemptions_of_self: int = 0
     chunk_prefill_unsatisfied: int = 0
@@ -129,12 +127,8 @@ class GeneralPass:
 
     def pressure(self) -> PressureGauges:
         pressure = self._pressure
-        return PressureGauges(
-            preemptions_for_others=pressure.preemptions_for_others,
-            preemptions_of_self=pressure.preemptions_of_self,
-            chunk_prefill_unsatisfied=self._unsatisfied_passes,
-            reserve_ratio=self._promises.policy.ratio,
-        )
+        ratio = self._promises.policy.ratio
+        return PressureGauges(pressure.preemptions_for_others, pressure.preemptions_of_self, self._unsatisfied_passes, ratio)
 
     def restored(self, slot: int) -> None:
         self._restored.add(slot)

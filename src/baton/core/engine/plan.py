@@ -102,10 +102,6 @@ class StepPlan:
         decodes = len(self.decode_slots)
         return decodes + sum(chunk.end - chunk.begin for chunk in self.chunks) if self.chunks else decodes
 
-    @property
-    def is_empty(self) -> bool:
-        return not (self.stops or self.starts or self.chunks or len(self.decode_slots))
-
 
 class RowOutcome(IntEnum):
     """The outcome of one slot in one step."""

@@ -179,9 +179,9 @@ class RunningSet:
 
     def launch(self, step: StepBuilder) -> StepPlan | None:
         """The plan of a filled step, which is in flight from now on; None if the step is empty."""
-        plan = step.build()
-        if plan.is_empty:
+        if step.is_empty:
             return None
+        plan = step.build()
         self.steps += 1
         self.in_flight.launch(plan, step.decodes)
         return plan

@@ -29,6 +29,11 @@ class StepBuilder:
         """False after a preemption, or when a started prefill lacks blocks."""
         return not (self.preempted or self.chunk_prefill_unsatisfied)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to run."""
+        return not (self.stops or self.starts or self.chunks or len(self.decodes.slots))
+
     def grow(self, slots: Int32s, at: Int32s, blocks: Int32s) -> None:
         self._grows.append((slots, at, blocks))
 

@@ -10,7 +10,7 @@ from baton.core.engine.worker import Effect, Event, StepDone, Worker
 from baton.core.flight_recorder import CALL_BYTES, CallWatch
 
 METHODS = ("handle", "changes")
-ROW_BYTES = 96
+ROW_BYTES = 56
 """Of a row in a plan, its result and what is delivered of it."""
 
 

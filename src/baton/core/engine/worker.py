@@ -23,7 +23,7 @@ from baton.core.engine.plan import StepPlan, StepResult
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.records import Settled
 from baton.core.engine.request import FinishReason, RequestId, Serial, Submission
-from baton.core.engine.scheduler import Scheduler, decode_scheduler, mixed_scheduler, prefill_scheduler
+from baton.core.engine.scheduler import PrefillComposition, Scheduler, decode_scheduler, mixed_scheduler, prefill_scheduler
 from baton.core.engine.submission_checks import refuse_group
 from baton.core.engine.victims import RecoveryRates
 from baton.core.errors import Refusal, RefusalCode
@@ -113,14 +113,20 @@ class PrefillMeter:
 
 
 class Worker:
-    def __init__(self, config: WorkerConfig, prefix: PrefixIndex, handover_secret: bytes = b"") -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        prefix: PrefixIndex,
+        handover_secret: bytes = b"",
+        prefilling: PrefillComposition = prefill_scheduler,
+    ) -> None:
         self.config = config
         self.hashes = prefix.hashes
         self.scheduler: Scheduler
         self.prefill_side: PrefillSide | None = None
         self.decode_side: DecodeSide | None = None
         if config.role.gives:
-            self.scheduler, held = prefill_scheduler(config, prefix)
+            self.scheduler, held = prefilling(config, prefix)
             self.prefill_side = PrefillSide(config, self.scheduler, held)
         elif config.role.takes:
             self.scheduler, arriving = decode_scheduler(config, prefix)

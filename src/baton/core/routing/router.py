@@ -51,7 +51,7 @@ from baton.core.routing.events import (
 )
 from baton.core.routing.fleet_members import FleetMember, FleetMembers, InstanceView, MemberMove, MemberState
 from baton.core.routing.routed_request import ChoiceMove, ChoiceState, RoutedRequest
-from baton.core.routing.routed_requests import RoutedRequests, RouterCounts, sooner
+from baton.core.routing.routed_requests import RoutedRequests, RouterCounts, digest_of, sooner
 from baton.core.routing.server_absence import ServerAbsence
 
 ADDRESSES_MAX = 256
@@ -96,6 +96,11 @@ class Router:
     def moves(self) -> dict[tuple[ChoiceState, ChoiceMove], int]:
         """Number of times each transition of a choice was taken; those of instances are in `fleet`."""
         return self._requests.moves()
+
+    def preemptions(self, origin: bytes) -> tuple[int, ...]:
+        """By choice of an open request: how often it was preempted anywhere; for the laws."""
+        request = self._requests.by_origin.get(digest_of(origin))
+        return () if request is None else tuple(choice.preemptions for choice in request.choices)
 
     def holders(self, key: bytes) -> tuple[Session, ...]:
         """The sessions whose instances are believed to have this prefix cached; for the laws."""
