@@ -1217,9 +1217,17 @@ def cancel_only_when_idle(patch: Patch) -> None:
     patch.set("Worker._stop", stop)
 
 
-@wire("a full line never says so, and the engine fills memory or falls over")
-def never_full(patch: Patch) -> None:
-    patch.set("_Conversation.is_full", property(lambda self: False))
+@wire("the accepting side checks a proof and does not answer with its own, so the other side never opens")
+def never_answer_a_proof(patch: Patch) -> None:
+    take_then = patch.original("_take_proof")
+
+    def take_proof(self: Seal) -> Any:
+        taken = take_then(self)
+        if self._side is SealSide.ACCEPTOR:
+            self._outgoing = b""
+        return taken
+
+    patch.set("_take_proof", take_proof)
 
 
 # ── snapshots ──────────────────────────────────────────────────────────────────────────────────────────────────────
