@@ -40,7 +40,7 @@ from baton.sim.faults import Fault
 from baton.sim.metered_worker import MeteredWorker
 from baton.sim.run_records import PassMeter
 from baton.sim.story import tell_steps, words_of
-from baton.sim.twin import TwinCheck
+from baton.sim.twin import TwinCheck, has_twins
 from baton.sim.world import Alarm, Host
 from baton.wire import keyfile
 from baton.wire.engine_messages import (
@@ -215,7 +215,7 @@ class SimulatedInstance:
         own = self.host.world.stream(f"hand-over {self.host.name} life {self.host.lives}").randbytes(16)
         prefix = PrefixIndex(secret, self.executor.fingerprint, config.blocks)
         self.worker = worker = Worker(config, prefix, own, self.spec.prefilling)
-        if self._watcher is not None:
+        if self._watcher is not None and has_twins(self.host.world.seed):
             self._watched = WatchedWorker(worker, TwinCheck(self.host.name, worker, worker.hashes))
         self._driver = self._drive(worker)
         ready(self)

@@ -33,7 +33,7 @@ from baton.sim.instance_front_end import ROUTER, number_of
 from baton.sim.law_names import STRANGERS, LawBroken
 from baton.sim.lines import LineEndpoint, Lines
 from baton.sim.router_watcher import RouterWatcher
-from baton.sim.twin import TwinCheck
+from baton.sim.twin import TwinCheck, has_twins
 from baton.sim.world import Alarm, Host, World
 from baton.wire.engine_messages import LogprobLine, WireError
 from baton.wire.router_messages import FromRouter, decode_from_instance, encode_membership
@@ -131,7 +131,7 @@ class RouterHost:
         self.sessions: RouterSessions
         self._watched: RouterSessions | WatchedSessions
         """The sessions; where laws are checked, beside twins that are restored from snapshots of them."""
-        self._checks_twins = watcher is not None
+        self._checks_twins = watcher is not None and has_twins(world.seed)
         self.former_sessions: list[RouterSessions] = []
         self.found: dict[bytes, UnclaimedAnswer] = {}
         """Unclaimed requests, by their origin."""
