@@ -17,7 +17,7 @@ from baton.core.engine.change_journal import CachedKeysChanged, PrefixJournal
 from baton.core.engine.ended import Bill
 from baton.core.engine.progress_watch import EngineBeat, ProgressWatch
 from baton.core.engine.records import Request
-from baton.core.engine.request import NO_TOKENS, FinishReason, RequestId, Submission, frozen_tokens
+from baton.core.engine.request import NO_TOKENS, FinishReason, Submission, frozen_tokens
 from baton.core.engine.settling import StepSettling
 from baton.core.errors import RefusalCode
 from baton.core.routing.adoption import Adoption
@@ -50,10 +50,8 @@ LONG_US = 10**12
 def _regrouped(patch: Patch, change: Any) -> None:
     group_then = patch.original("routing.group_of")
 
-    def group_of(
-        choices: Sequence[tuple[RoutedChoice, Submission]], prefill_at: dict[RequestId, str]
-    ) -> tuple[Submission, ...]:
-        return tuple(change(item, asked) for item, (_, asked) in zip(group_then(choices, prefill_at), choices, strict=True))
+    def group_of(choices: Sequence[tuple[RoutedChoice, Submission]], *more: Any) -> tuple[Submission, ...]:
+        return tuple(change(item, asked) for item, (_, asked) in zip(group_then(choices, *more), choices, strict=True))
 
     patch.set("routing.group_of", group_of)
 
