@@ -27,7 +27,7 @@ from baton.core.routing.events import (
     UnclaimedFound,
 )
 from baton.core.routing.identity import RequestNumber
-from baton.sim.attempt_laws import NO_ROOM, AttemptLaws, billed, counts_kept, let_go, not_younger, same_request
+from baton.sim.attempt_laws import NO_ROOM, AttemptLaws, billed, counts_kept, in_one_place, let_go, not_younger, same_request
 from baton.sim.attempt_records import AttemptSeen, ChoiceAtInstance, ChoiceSeen, RequestSeen, RouterLifeSeen, SessionSeen
 from baton.sim.faults import Fault
 from baton.sim.law_names import (
@@ -38,7 +38,6 @@ from baton.sim.law_names import (
     ENDS_ONCE,
     FENCED,
     LAST_MOVE,
-    ONE_PLACE,
     RIGHT_PLACE,
     LawBroken,
 )
@@ -401,15 +400,7 @@ class AttemptBook(RouterWatcher):
         dead, self._life.dead = self._life.dead, []
         left_behind, self._life.left_behind = self._life.left_behind, []
         for placement in left_behind:
-            if (
-                placement.serial is not None
-                and placement.ended is None
-                and not placement.called_back
-                and placement.choice.placement is not placement
-            ):
-                raise LawBroken(
-                    ONE_PLACE, f"{placement.choice.name} goes on elsewhere, and is still open at {placement.session.name}"
-                )
+            in_one_place(placement)
         self._life.looks += 1
         if self._life.joining is not None:
             self._found_where_they_were(self._life.joining)
