@@ -35,9 +35,10 @@ from baton.core.engine.reserve import BlockPromises, blocks_for
 from baton.core.engine.restoring import RestoredRows
 from baton.core.engine.row_source import NoPeerPrefills
 from baton.core.engine.running_set import RunningSet
-from baton.core.engine.scheduler import GeneralSchedulerParts, PrefillComposition, Scheduler
+from baton.core.engine.scheduler import GeneralSchedulerParts, Scheduler
 from baton.core.engine.step_builder import StepBuilder
 from baton.core.engine.waiting_queue import WaitingQueue
+from baton.core.engine.worker import PrefillComposition
 from baton.sim.timed_transfers import KvLinkModel
 
 

@@ -13,10 +13,10 @@ import typer
 from rich.console import Console
 
 from baton.bench.scheduler import InstantEngine, loaded_engine
-from baton.core.engine.watched_worker import ROW_BYTES, weight_of
 from baton.core.engine.worker import Worker
-from baton.core.flight_recorder import CALL_BYTES, SEGMENT_BYTES, SNAPSHOTS, FlightRecorder
-from baton.core.snapshot import snapshot
+from baton.wire.flight_recorder import CALL_BYTES, SEGMENT_BYTES, SNAPSHOTS, FlightRecorder
+from baton.wire.snapshot import snapshot
+from baton.wire.watched_worker import ROW_BYTES, weight_of
 from benchmarks.options import JsonIfGiven
 from benchmarks.runner import Columns, Experiment, Progress, run_benchmark, table_of
 

@@ -13,15 +13,15 @@ import pytest
 from baton.core.config import WorkerConfig
 from baton.core.engine.orders import Cancel
 from baton.core.engine.plan import NO_INT32S, NO_INT64S, StepResult
-from baton.core.engine.watched_worker import WatchedWorker, weight_of
 from baton.core.engine.worker import StepDone
 from baton.core.errors import InvariantViolated
-from baton.core.flight_recorder import CALL_BYTES, FlightRecorder
 from baton.node import recording
 from baton.node.recording import CannotRecord, ProcessRecorder, dump_on_signal, open_recorder
 from baton.node.settings import RecordSettings
+from baton.wire.flight_recorder import CALL_BYTES, FlightRecorder
 from baton.wire.recording_file import Recording
 from baton.wire.replaying import Replay
+from baton.wire.watched_worker import WatchedWorker, weight_of
 from tests.support.driver import Driver, submission
 
 CONFIG = WorkerConfig(slots=4, blocks=48, block_size=4, context_tokens=64, step_tokens=32, waiting_max=64)

@@ -20,7 +20,7 @@ from baton.core.engine.records import Request
 from baton.core.engine.request import NO_TOKENS, Phase, RequestId, Sampling, Serial, Submission, frozen_tokens
 from baton.core.engine.waiting_queue import WaitingQueue
 from baton.core.engine.worker import Tick, Worker
-from baton.core.snapshot import (
+from baton.wire.snapshot import (
     FORMAT,
     BadSnapshot,
     CannotSnapshot,
@@ -138,14 +138,14 @@ def written(root: object, bodies: list[Any] | None = None, classes: list[Any] | 
         b"", b"\xff", msgspec.msgpack.encode([1, 2]), written(1, version=FORMAT + 1),
         written([0, 7]), written([99]), written([3, 0, "X"]), written([0, 0], [[28, 0]]), written([0, 0], [[77]]),
         written([0, 0], [[28, 0, 1]], [["os", "system", []]]),
-        written([0, 0], [[28, 0, 1]], [["baton.core.snapshot", "importlib", []]]),
-        written([0, 0], [[28, 0]], [["baton.core.snapshot", "importlib.import_module", []]]),
+        written([0, 0], [[28, 0, 1]], [["baton.wire.snapshot", "importlib", []]]),
+        written([0, 0], [[28, 0]], [["baton.wire.snapshot", "importlib.import_module", []]]),
         written([0, 0], [[28, 0]], [["baton.core.errors", "InvariantViolated", []]]),
         written([0, 0], [[28, 0]], [["baton.core.errors", "NoSuchClass", []]]),
         written([0, 0], [[28, 0, 1]], [["baton.core.engine.plan", "StepPlan", ["no_such_field"]]]),
         written([0, 0], [[27, "|O", [1], b"12345678", True]]), written([0, 0], [[27, "<i4", [9], b"1234", True]]),
-        written([7, [0, 0], "clear"], [[23, 0]]), written([8, "baton.core.snapshot", "BadSnapshot"]),
-        written([13, "baton.core.snapshot", "importlib"]), written([4, bytes(5000)]), written([6]),
+        written([7, [0, 0], "clear"], [[23, 0]]), written([8, "baton.wire.snapshot", "BadSnapshot"]),
+        written([13, "baton.wire.snapshot", "importlib"]), written([4, bytes(5000)]), written([6]),
     ],
 )  # fmt: skip
 def test_what_is_no_snapshot_is_refused_with_a_reason(data: bytes) -> None:

@@ -1217,12 +1217,20 @@ def cancel_only_when_idle(patch: Patch) -> None:
     patch.set("Worker._stop", stop)
 
 
-@wire("a full line never says so, and the engine fills memory or falls over")
-def never_full(patch: Patch) -> None:
-    patch.set("_Conversation.is_full", property(lambda self: False))
+@wire("the accepting side checks a proof and does not answer with its own, so the other side never opens")
+def never_answer_a_proof(patch: Patch) -> None:
+    take_then = patch.original("_take_proof")
+
+    def take_proof(self: Seal) -> Any:
+        taken = take_then(self)
+        if self._side is SealSide.ACCEPTOR:
+            self._outgoing = b""
+        return taken
+
+    patch.set("_take_proof", take_proof)
 
 
-# ── core: snapshots ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── snapshots ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @core("a snapshot forgets in which order slots became free, and a replay takes others than the engine did")
@@ -1245,7 +1253,7 @@ def forget_what_is_pending(patch: Patch) -> None:
     patch.set("Slots.snapshot_fields", snapshot_fields)
 
 
-@core("a snapshot forgets the order of what is used least recently, and a replay drops others than the engine did")
+@wire("a snapshot forgets the order of what is used least recently, and a replay drops others than the engine did")
 def forget_the_order_of_dictionaries(patch: Patch) -> None:
     def put(made: dict[Any, Any], keys: Sequence[Any], values: Sequence[Any]) -> None:
         for key, value in sorted(zip(keys, values, strict=True), key=repr):

@@ -18,11 +18,11 @@ from baton.core.engine.orders import Submit
 from baton.core.engine.plan import RowOutcome, StepPlan, StepResult
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.request import RequestId, Sampling, Submission, frozen_tokens
-from baton.core.engine.watched_worker import WatchedWorker
 from baton.core.engine.worker import Launch, StepDone, Worker
 from baton.core.errors import InvariantViolated
-from baton.core.flight_recorder import CallWatch
 from baton.wire.engine_messages import encode_from_engine
+from baton.wire.flight_recorder import CallWatch
+from baton.wire.watched_worker import WatchedWorker
 from baton.wire.worker_messages import message_of
 
 PROMPT_TOKENS = 64

@@ -30,7 +30,6 @@ from baton.core.engine.driver import Answer, WorkerDriver
 from baton.core.engine.gauges import PeerTraffic, StoreTraffic
 from baton.core.engine.orders import ReportChanges
 from baton.core.engine.prefix import PrefixIndex
-from baton.core.engine.watched_worker import WatchedWorker, weight_of
 from baton.core.engine.worker import Event, Launch, StepDone, Tick, Worker
 from baton.core.errors import BatonError
 from baton.core.handover.messages import PeerEffect, PeerEvent
@@ -60,6 +59,7 @@ from baton.wire.engine_messages import (
     gauges_output,
     pulse,
 )
+from baton.wire.watched_worker import WatchedWorker, weight_of
 from baton.wire.worker_messages import message_of
 
 log = logging.getLogger("baton.engine")

@@ -27,10 +27,10 @@ from typing import Any, BinaryIO
 from baton import __version__
 from baton.core.content_hashes import ContentHashes
 from baton.core.errors import BatonError
-from baton.core.flight_recorder import FlightRecorder, Segment
 from baton.executor.cache_folder import cache_folder
 from baton.node.settings import RecordSettings
 from baton.wire.engine_messages import WireError
+from baton.wire.flight_recorder import FlightRecorder, Segment
 from baton.wire.recording_file import (
     RecordingHeader,
     write_calls,

@@ -27,7 +27,7 @@ from baton.core.routing.events import (
     UnclaimedFound,
 )
 from baton.core.routing.identity import RequestNumber
-from baton.sim.attempt_laws import NO_ROOM, AttemptLaws, billed, counts_kept, in_one_place, let_go, not_younger, same_request
+from baton.sim.attempt_laws import NO_ROOM, AttemptLaws, billed, counts_kept, let_go, not_younger, same_request
 from baton.sim.attempt_records import AttemptSeen, ChoiceAtInstance, ChoiceSeen, RequestSeen, RouterLifeSeen, SessionSeen
 from baton.sim.faults import Fault
 from baton.sim.law_names import (
@@ -38,6 +38,7 @@ from baton.sim.law_names import (
     ENDS_ONCE,
     FENCED,
     LAST_MOVE,
+    ONE_PLACE,
     RIGHT_PLACE,
     LawBroken,
 )
@@ -157,7 +158,7 @@ class AttemptBook(RouterWatcher):
                 session.gauges, session.placed_since = message.gauges, 0
                 self._names(session, message)
                 for serial, count in message.preempted:
-                    self._preempted(session.serials.get(serial), count)
+                    self._yields_counted(session.serials.get(serial), count)
             case Accepted(ticket, serials):
                 session.sign_us = now_us
                 attempt = session.tickets.pop(ticket, None)
@@ -191,7 +192,7 @@ class AttemptBook(RouterWatcher):
             case Leaving():
                 session.drain(now_us)
 
-    def _preempted(self, placement: ChoiceAtInstance | None, count: int) -> None:
+    def _yields_counted(self, placement: ChoiceAtInstance | None, count: int) -> None:
         if placement is not None and not placement.called_back and placement.choice.placement is placement:
             placement.choice.preemptions = max(placement.choice.preemptions, count)
             self._touch(placement)
@@ -213,7 +214,7 @@ class AttemptBook(RouterWatcher):
             return
         choice.bills.append(ended.bill)
         placement.billed = True
-        self._preempted(placement, placement.preemptions + ended.bill.preemptions)
+        self._yields_counted(placement, placement.preemptions + ended.bill.preemptions)
         placement.request.waits_since_us = now_us
         if ended.reason is FinishReason.RESCHEDULE and ended.fault is not None and ended.fault.code in NO_ROOM:
             if placement.in_place:
@@ -400,7 +401,9 @@ class AttemptBook(RouterWatcher):
         dead, self._life.dead = self._life.dead, []
         left_behind, self._life.left_behind = self._life.left_behind, []
         for placement in left_behind:
-            in_one_place(placement)
+            if placement.is_left_running():
+                where = placement.session.name
+                raise LawBroken(ONE_PLACE, f"{placement.choice.name} goes on elsewhere, and is still open at {where}")
         self._life.looks += 1
         if self._life.joining is not None:
             self._found_where_they_were(self._life.joining)

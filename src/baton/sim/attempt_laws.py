@@ -8,7 +8,7 @@ from baton.core.engine.request import FinishReason, Submission
 from baton.core.handover.faults import PdCode
 from baton.core.routing.config import RouterConfig
 from baton.core.routing.events import ChoiceOutcome
-from baton.sim.attempt_records import ChoiceAtInstance, ChoiceSeen, RequestSeen, RouterLifeSeen, SessionSeen
+from baton.sim.attempt_records import ChoiceSeen, RequestSeen, RouterLifeSeen, SessionSeen
 from baton.sim.law_names import (
     BACK_OFF,
     DESERVED_END,
@@ -217,16 +217,6 @@ def billed(request: RequestSeen, choice: ChoiceSeen, outcome: ChoiceOutcome) -> 
     whole = choice.attempts == len(choice.bills) == 1 and outcome.reason is FinishReason.LENGTH
     if whole and bill.cached_tokens + bill.computed_tokens != least:
         raise LawBroken(TRUE_BILL, f"{choice.name}: {least} tokens had to be fed: {bill}")
-
-
-def in_one_place(placement: ChoiceAtInstance) -> None:
-    """Check that a former placement of a choice was called back, if the choice goes on elsewhere."""
-    if placement.serial is None or placement.ended is not None or placement.called_back:
-        return
-    if placement.choice.placement is not placement:
-        raise LawBroken(
-            ONE_PLACE, f"{placement.choice.name} goes on elsewhere, and is still open at {placement.session.name}"
-        )
 
 
 def let_go(request: RequestSeen) -> None:

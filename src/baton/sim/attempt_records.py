@@ -49,6 +49,11 @@ class ChoiceAtInstance:
             return False
         return self.choice.placement is self and self.choice.outcome is None
 
+    def is_left_running(self) -> bool:
+        """Whether its choice has another placement, and nobody has told its instance."""
+        told = self.called_back or self.ended is not None
+        return self.serial is not None and not told and self.choice.placement is not self
+
 
 @dataclass(slots=True, eq=False)
 class AttemptSeen:

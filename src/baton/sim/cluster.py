@@ -18,7 +18,7 @@ import numpy as np
 from baton.core.config import DECODE, PREFILL, WorkerConfig
 from baton.core.engine.ended import EndedRequest
 from baton.core.engine.request import FinishReason, RequestId, Sampling, Submission, Tokens
-from baton.core.engine.scheduler import PrefillComposition, prefill_scheduler
+from baton.core.engine.worker import PrefillComposition
 from baton.core.errors import BatonError, Refusal
 from baton.core.routing import events as routing
 from baton.core.routing.config import RouterConfig, RoutingPolicy
@@ -91,7 +91,7 @@ class PrefillDecodeSplit:
     times: StepTimeModel
     """Step times of the instances that prefill."""
     kv_link: KvLinkModel
-    prefilling: PrefillComposition = prefill_scheduler
+    prefilling: PrefillComposition | None = None
     """The scheduler of the instances that prefill; an experiment may compose its own."""
 
 

@@ -21,13 +21,12 @@ from baton.core.engine.orders import ReportChanges
 from baton.core.engine.plan import StepPlan, StepResult
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.progress_watch import BEAT_US, STALL_US, EngineBeat
-from baton.core.engine.scheduler import PrefillComposition, prefill_scheduler
-from baton.core.engine.watched_worker import WatchedWorker
 from baton.core.engine.worker import (
     Effect,
     Event,
     FrontEndLost,
     Launch,
+    PrefillComposition,
     StepDone,
     Tick,
     Worker,
@@ -56,6 +55,7 @@ from baton.wire.engine_messages import (
     encode_from_engine,
     pulse,
 )
+from baton.wire.watched_worker import WatchedWorker
 from baton.wire.worker_messages import message_of
 
 KEY_FILE = "prefix.key"
@@ -124,8 +124,8 @@ class InstanceSpec:
     """Collects the CPU time of passes; None: not measured."""
     stall_us: int = STALL_US
     """Least limit for a step that does not end."""
-    prefilling: PrefillComposition = prefill_scheduler
-    """The scheduler, where the instance only prefills."""
+    prefilling: PrefillComposition | None = None
+    """Composes the scheduler where the instance only prefills; None: as it serves."""
 
     @property
     def tried_step_us(self) -> int:

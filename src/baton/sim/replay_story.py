@@ -7,11 +7,11 @@ from typing import Any
 from baton.core.engine.change_journal import EngineChanges
 from baton.core.engine.orders import Accepted, Cancel, StopAt, Submit
 from baton.core.engine.worker import Deliver, StepDone, Tick, Withdrawn
-from baton.core.flight_recorder import Raised
 from baton.core.handover.messages import Heard
 from baton.core.routing.events import DeliverTokens, FleetChanged, RequestDeclined, RequestOpened, TimelineNoted
 from baton.sim.story import words_of
 from baton.wire.engine_messages import StepOutput
+from baton.wire.flight_recorder import Raised
 from baton.wire.replaying import ReplayedCall
 from baton.wire.router_sessions import CloseConnection, SayToInstance
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from baton.core.content_hashes import ContentHashes
-from baton.core.flight_recorder import Arguments, Result
-from baton.core.snapshot import decode_value, encode_value, first_difference, restore, snapshot, state_of
 from baton.sim.law_names import SAME_TWIN, LawBroken
+from baton.wire.flight_recorder import Arguments, Result
+from baton.wire.snapshot import decode_value, encode_value, first_difference, restore, snapshot, state_of
 
 FIRST_CALL = 40
 """The calls until the first twin; the second comes three times as late, and so on: most worlds are short."""

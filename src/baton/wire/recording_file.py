@@ -3,11 +3,11 @@
     file   = MAGIC, frames
     frame  = kind (1 byte), length of the body (4 bytes), checksum of the body (4 bytes), body (zlib of msgpack)
     HEADER     RecordingHeader
-    SNAPSHOT   bytes of `core.snapshot`
+    SNAPSHOT   bytes of `wire.snapshot`
     GAP        the number of calls that were left out; a snapshot follows
     CALLS      hashes, and a list of (method, arguments, result, hashes up to its end)
 
-Arguments and results are `core.snapshot` values. A file that ends within a frame is read up to there: the process that wrote
+Arguments and results are `wire.snapshot` values. A file that ends within a frame is read up to there: the process that wrote
 it may have been killed. All sizes are bounded, and what is no recording raises BadRecording.
 """
 
@@ -23,9 +23,9 @@ import msgspec
 
 from baton.core.content_hashes import ContentHashes
 from baton.core.errors import BatonError
-from baton.core.flight_recorder import RecordedCall, Segment
-from baton.core.snapshot import BadSnapshot, GraphEncoder, encode_arguments, encode_value, restore
+from baton.wire.flight_recorder import RecordedCall, Segment
 from baton.wire.recording_mask import ARGUMENT_MARKS, RecordingMask
+from baton.wire.snapshot import BadSnapshot, GraphEncoder, encode_arguments, encode_value, restore
 
 MAGIC = b"baton-recording-1\n"
 BODY_BYTES_MAX = 1 << 30
@@ -37,7 +37,7 @@ class BadRecording(BatonError):
     """A file that is no recording, or a damaged one; the message says where."""
 
 
-class FrameKind(enum.IntEnum):
+class RecordingPart(enum.IntEnum):
     HEADER = 1
     SNAPSHOT = 2
     CALLS = 3
@@ -66,20 +66,15 @@ class EncodedCall(NamedTuple):
     """Hashes computed in the call."""
 
 
-class Frame(NamedTuple):
-    kind: FrameKind
-    body: Any
-
-
 def write_header(header: RecordingHeader) -> bytes:
-    return MAGIC + _frame(FrameKind.HEADER, header)
+    return MAGIC + _frame(RecordingPart.HEADER, header)
 
 
 def write_snapshot(data: bytes, mask: RecordingMask | None) -> bytes:
-    """A frame of a snapshot that `core.snapshot.snapshot` made in this process."""
+    """A frame of a snapshot that `wire.snapshot.snapshot` made in this process."""
     if mask is not None:
         data = GraphEncoder(mask).encode(restore(data, ContentHashes(b"")))
-    return _frame(FrameKind.SNAPSHOT, data)
+    return _frame(RecordingPart.SNAPSHOT, data)
 
 
 def write_calls(segment: Segment, begin: int, end: int, mask: RecordingMask | None) -> bytes:
@@ -90,13 +85,13 @@ def write_calls(segment: Segment, begin: int, end: int, mask: RecordingMask | No
         first = segment.calls[at - 1].hashes if at else 0
         hashes = segment.hashes[first : calls[-1].hashes]
         masked = hashes if mask is None else list(map(mask.opaque, hashes))
-        frames.append(_frame(FrameKind.CALLS, (masked, list(_encoded(calls, first, mask)))))
+        frames.append(_frame(RecordingPart.CALLS, (masked, list(_encoded(calls, first, mask)))))
     return b"".join(frames)
 
 
 def write_gap(calls: int) -> bytes:
     """A frame that says that this many calls are left out."""
-    return _frame(FrameKind.GAP, calls)
+    return _frame(RecordingPart.GAP, calls)
 
 
 def write_recording(header: RecordingHeader, segments: Sequence[Segment], mask: RecordingMask | None) -> bytes:
@@ -114,7 +109,7 @@ def _encoded(calls: Iterable[RecordedCall], hashes: int, mask: RecordingMask | N
         hashes = call.hashes
 
 
-def _frame(kind: FrameKind, body: object) -> bytes:
+def _frame(kind: RecordingPart, body: object) -> bytes:
     data = zlib.compress(msgspec.msgpack.encode(body), 1)
     return _HEAD.pack(kind, len(data), zlib.crc32(data)) + data
 
@@ -132,7 +127,7 @@ class Recording:
         self.is_cut = False
         """Whether the file ends within a frame; known once all frames were read."""
         kind, body = next(self._frames(), (None, None))
-        if kind is not FrameKind.HEADER:
+        if kind is not RecordingPart.HEADER:
             raise BadRecording("the recording has no header")
         self.header = _converted(body, RecordingHeader)
 
@@ -142,17 +137,17 @@ class Recording:
         next(frames)
         for kind, body in frames:
             match kind:
-                case FrameKind.SNAPSHOT:
+                case RecordingPart.SNAPSHOT:
                     yield bytes(_converted(body, bytes))
-                case FrameKind.GAP:
+                case RecordingPart.GAP:
                     yield int(_converted(body, int))
-                case FrameKind.CALLS:
+                case RecordingPart.CALLS:
                     hashes, calls = _converted(body, tuple[list[bytes], list[tuple[str, bytes, bytes, int]]])
                     yield hashes, [EncodedCall(*call) for call in calls]
                 case _:
                     raise BadRecording("the recording has a second header")
 
-    def _frames(self) -> Iterator[tuple[FrameKind, Any]]:
+    def _frames(self) -> Iterator[tuple[RecordingPart, Any]]:
         at, data = len(MAGIC), memoryview(self._data)
         while at < len(data):
             body_at = at + _HEAD.size
@@ -162,9 +157,9 @@ class Recording:
                 return
             kind, size, check = _HEAD.unpack(head)
             body = data[body_at : body_at + size]
-            if kind not in list(FrameKind) or zlib.crc32(body) != check:
+            if kind not in list(RecordingPart) or zlib.crc32(body) != check:
                 raise BadRecording(f"the recording is damaged at byte {at}")
-            yield FrameKind(kind), _unpacked(body, at)
+            yield RecordingPart(kind), _unpacked(body, at)
             at = body_at + size
 
 

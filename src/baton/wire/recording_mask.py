@@ -119,7 +119,7 @@ class RecordingMask:
         drawn = (hashlib.shake_128(self._key + data + bytes([KEY_BYTES, nth])).digest(len(data)) for nth in range(256))
         return next((one for one in drawn if one not in used), data)
 
-    # ── core.snapshot.Masking ────────────────────────────────────────────────────────────────────────────────────────────
+    # ── snapshot.Masking ────────────────────────────────────────────────────────────────────────────────────────────
 
     def mark_of(self, owner: type, field: str, _mark: object) -> object:
         marks = MARKS.get(owner)

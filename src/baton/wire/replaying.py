@@ -14,15 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.core.content_hashes import RecordedHashes
-from baton.core.engine import watched_worker
 from baton.core.engine.laws import audit
 from baton.core.engine.worker import Worker
 from baton.core.errors import BatonError, InvariantViolated
-from baton.core.flight_recorder import Raised
-from baton.core.snapshot import decode_value, encode_value, first_difference, restore, state_of
-from baton.wire import watched_sessions
+from baton.wire import watched_sessions, watched_worker
+from baton.wire.flight_recorder import Raised
 from baton.wire.recording_file import BadRecording, EncodedCall, Recording
 from baton.wire.router_sessions import RouterSessions
+from baton.wire.snapshot import decode_value, encode_value, first_difference, restore, state_of
 
 ROOTS: dict[str, tuple[type, tuple[str, ...]]] = {
     "engine": (Worker, watched_worker.METHODS),

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from baton.core.engine.request import Submission
-from baton.core.flight_recorder import CALL_BYTES, CallWatch
 from baton.core.routing.events import Session
 from baton.core.routing.identity import RequestNumber
 from baton.core.routing.router import Router
 from baton.wire.engine_messages import StepOutput
+from baton.wire.flight_recorder import CALL_BYTES, CallWatch
 from baton.wire.router_messages import FromInstance
 from baton.wire.router_sessions import Act, RouterSessions
 

@@ -23,8 +23,6 @@ Everything is wired here: `SchedulerParts` has what all compositions share, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from baton.core.config import PrefillPath, WorkerConfig
 from baton.core.engine.admission import Admission
 from baton.core.engine.arriving_rows import ArrivingRows
@@ -53,9 +51,6 @@ from baton.core.engine.victims import RecoveryRates
 from baton.core.engine.waiting_queue import NoQueue, WaitingQueue
 from baton.core.handover.faults import PdFault
 from baton.core.tiers.offload import tiers_of
-
-PrefillComposition = Callable[[WorkerConfig, PrefixIndex], tuple["Scheduler", HeldPrefills]]
-"""Composes the scheduler of an instance that only prefills; `prefill_scheduler` is the one that serves."""
 
 
 class SchedulerParts:

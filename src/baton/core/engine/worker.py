@@ -10,6 +10,7 @@ on Tick rather than on arrival, so that a driver can hand in everything that has
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -18,12 +19,13 @@ from baton.core.config import WorkerConfig
 from baton.core.engine.change_journal import KEYS_MAX, CachedKeysChanged, EngineChanges
 from baton.core.engine.ended import EndedRequest
 from baton.core.engine.gauges import SchedulerGauges
+from baton.core.engine.held_prefills import HeldPrefills
 from baton.core.engine.orders import Accepted, Cancel, Drain, ReportChanges, StopAt, Submit
 from baton.core.engine.plan import StepPlan, StepResult
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.records import Settled
 from baton.core.engine.request import FinishReason, RequestId, Serial, Submission
-from baton.core.engine.scheduler import PrefillComposition, Scheduler, decode_scheduler, mixed_scheduler, prefill_scheduler
+from baton.core.engine.scheduler import Scheduler, decode_scheduler, mixed_scheduler, prefill_scheduler
 from baton.core.engine.submission_checks import refuse_group
 from baton.core.engine.victims import RecoveryRates
 from baton.core.errors import Refusal, RefusalCode
@@ -38,6 +40,8 @@ IDLE_PASS_US = 1000
 """Time until the next pass after one that planned nothing, while requests are open."""
 METERED_TOKENS = 32
 """Steps with fewer prefill tokens are not used to measure its cost."""
+PrefillComposition = Callable[[WorkerConfig, PrefixIndex], tuple[Scheduler, HeldPrefills]]
+"""Composes the scheduler of an instance that only prefills; `prefill_scheduler` is the one that serves."""
 RETRY_AFTER_S = 1
 """Retry-After of a refusal because of a full queue: one second is about one queue position on a busy GPU."""
 
@@ -118,7 +122,7 @@ class Worker:
         config: WorkerConfig,
         prefix: PrefixIndex,
         handover_secret: bytes = b"",
-        prefilling: PrefillComposition = prefill_scheduler,
+        prefilling: PrefillComposition | None = None,
     ) -> None:
         self.config = config
         self.hashes = prefix.hashes
@@ -126,7 +130,7 @@ class Worker:
         self.prefill_side: PrefillSide | None = None
         self.decode_side: DecodeSide | None = None
         if config.role.gives:
-            self.scheduler, held = prefilling(config, prefix)
+            self.scheduler, held = (prefilling or prefill_scheduler)(config, prefix)
             self.prefill_side = PrefillSide(config, self.scheduler, held)
         elif config.role.takes:
             self.scheduler, arriving = decode_scheduler(config, prefix)

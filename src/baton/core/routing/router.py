@@ -49,7 +49,14 @@ from baton.core.routing.events import (
     TellPrefillPeers,
     TokensCame,
 )
-from baton.core.routing.fleet_members import FleetMember, FleetMembers, InstanceView, MemberMove, MemberState
+from baton.core.routing.fleet_members import (
+    SECOND_LOOK_US,
+    FleetMember,
+    FleetMembers,
+    InstanceView,
+    MemberMove,
+    MemberState,
+)
 from baton.core.routing.routed_request import ChoiceMove, ChoiceState, RoutedRequest
 from baton.core.routing.routed_requests import RoutedRequests, RouterCounts, digest_of, sooner
 from baton.core.routing.server_absence import ServerAbsence
@@ -173,7 +180,8 @@ class Router:
         for suspicion in self.fleet.silent(now_us):
             self._suspect(suspicion.member, suspicion.what, suspicion.why)
         look_us = self.fleet.next_look()
-        self._tick_us = self._tick_us if look_us is None else min(self._tick_us, look_us)
+        if look_us is not None:
+            self._tick_us = min(self._tick_us, max(look_us, now_us + SECOND_LOOK_US))
         for member in self.fleet.drained_too_long(now_us):
             self._attempts.move_all(member)
         self._tell_prefill_peers()

@@ -7,7 +7,7 @@ from typing import Any
 from baton.core.engine.change_journal import EngineChanges
 from baton.core.engine.orders import Submit
 from baton.core.engine.worker import Effect, Event, StepDone, Worker
-from baton.core.flight_recorder import CALL_BYTES, CallWatch
+from baton.wire.flight_recorder import CALL_BYTES, CallWatch
 
 METHODS = ("handle", "changes")
 ROW_BYTES = 56

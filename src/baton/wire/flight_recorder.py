@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 from baton.core.content_hashes import ContentHashes
-from baton.core.snapshot import CannotSnapshot, snapshot
+from baton.wire.snapshot import CannotSnapshot, snapshot
 
 SEGMENT_BYTES = 32 << 20
 """Estimated size of the calls of a segment. Two segments are kept."""
