@@ -559,16 +559,6 @@ def keep_beyond_the_grace(patch: Patch) -> None:
     patch.set("InstanceSessions.next_deadline", next_deadline)
 
 
-@wire("an instance waits for the answer to its join for as long as the connection is there")
-def wait_for_a_welcome_for_ever(patch: Patch) -> None:
-    due_then = patch.original("InstanceSessions.next_deadline")
-
-    def next_deadline(self: InstanceSessions) -> int | None:
-        return None if self.state is InstanceSessionState.JOINING else due_then(self)
-
-    patch.set("InstanceSessions.next_deadline", next_deadline)
-
-
 @wire("of the rows that come while no router is there, the first is not written down")
 def lose_a_row_of_history(patch: Patch) -> None:
     write_then = patch.original("record_output")

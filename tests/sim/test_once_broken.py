@@ -21,6 +21,10 @@ ONCE_BROKEN = {
     "the end of an attempt was billed again at every join of its instance": 930000054,
     "a choice found where it was had to wait because another instance had refused it before": 931000132,
     "a request whose message was taken out on the way waited for as long as nothing else was sent": 922000019,
+    "a device that was to hang did so at the first step after healing": 922000056,
+    "the limit of a hung step ran on while its engine was stopped for good": 933000076,
+    "two attempts at one instance that began alike were taken for one, and billed once": 924000044,
+    "an engine that was stopped for good counted as serving while its front end joined again": 925000267,
 }
 
 

@@ -45,6 +45,7 @@ class FleetChecks:
             or node.instance.is_leaving
             or node.instance.is_behind
             or node.hangs
+            or node.stopped_for_good
             or front_end is None
             or front_end.drains
         ):
