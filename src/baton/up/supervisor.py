@@ -141,7 +141,7 @@ class Supervisor:
         self._changed.set()
 
     def order_dumps(self) -> None:
-        """Have all processes write their last decisions. One that is not ready has none, and does not know the signal yet."""
+        """Have all processes write their last decisions. One that is not ready has none, and no handler."""
         for child in (self._router, *self._members):
             if child.is_up and child.process is not None and child.process.returncode is None:
                 child.process.send_signal(DUMP_SIGNAL)
