@@ -137,10 +137,10 @@ class ScriptedExecutor:
             self._pool[copy.target] = self._pool[copy.source]
         for start in plan.starts:
             self._start(start)
-        for slot_id, at, block in zip(
-            plan.grow_slots.tolist(), plan.grow_at.tolist(), plan.grow_blocks.tolist(), strict=True
-        ):
-            self._slots[slot_id].place(block, at)
+        if len(plan.grow_slots):
+            grows = plan.grow_slots.tolist(), plan.grow_at.tolist(), plan.grow_blocks.tolist()
+            for slot_id, at, block in zip(*grows, strict=True):
+                self._slots[slot_id].place(block, at)
         for chunk in plan.chunks:
             self._run_chunk(chunk, rows)
         for slot_id, epoch in zip(plan.decode_slots.tolist(), plan.decode_epochs.tolist(), strict=True):
@@ -225,7 +225,7 @@ class ScriptedExecutor:
 
     def _layers_agree(self, used: list[int], cells: npt.NDArray[np.uint64]) -> bool:
         above = self._pool[used, 1:].transpose(1, 0, 2).reshape(self._layers - 1, -1)[:, : len(cells)]
-        return bool((above ^ self._masks[:, None] == cells).all())
+        return 0 not in (above ^ self._masks[:, None] == cells).tobytes()
 
 
 class _Rows:

@@ -155,6 +155,6 @@ class _Contexts:
             tokens += chunk.end - chunk.begin
             pairs += (chunk.end * (chunk.end + 1) - chunk.begin * (chunk.begin + 1)) // 2
             known[chunk.slot] += chunk.samples
-        context = int(known[decodes].sum())
+        context = int(np.add.reduce(known[decodes]))
         known[decodes] += 1
         return len(decodes), context, tokens, pairs

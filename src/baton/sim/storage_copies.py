@@ -106,7 +106,7 @@ class _Range:
 
     @property
     def is_untouched(self) -> bool:
-        return bool((self.memory[self.at] == self.there).all())
+        return self.memory[self.at].tobytes() == self.there.tobytes()
 
     def write(self, first: int, data: Bytes) -> None:
         self.memory[self.at[first : first + len(data)]] = data

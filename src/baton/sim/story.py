@@ -25,6 +25,7 @@ from baton.core.handover.messages import (
 from baton.core.tiers.transfers import CopyIn, CopyOut, FenceTransfer, Get, Look, Put
 
 _OF_PEERS = frozenset(get_args(PeerEffect))
+_EVENTS_OF_PEERS = frozenset(get_args(PeerEvent))
 
 
 def words_of(effect: Effect) -> str:
@@ -51,8 +52,8 @@ def words_of(effect: Effect) -> str:
 
 def tell_steps(at_step: Callable[[str], None], event: Event, effects: Sequence[Effect]) -> None:
     """Call `at_step` with the name in `PEER_STEPS` of each hand-over step among these."""
-    if isinstance(event, PeerEvent):
-        at_step(f"heard {_kind(event.message)}" if isinstance(event, Heard) else _kind(event))
+    if type(event) in _EVENTS_OF_PEERS:
+        at_step(f"heard {_kind(event.message)}" if type(event) is Heard else _kind(event))
     for effect in effects:
         if type(effect) in _OF_PEERS:
             at_step(f"told {_kind(effect.message)}" if isinstance(effect, Tell) else _kind(effect))

@@ -60,11 +60,14 @@ class World:
         return stream_of(self.seed, name)
 
     def at(self, at_us: int, act: Act, *arguments: object) -> None:
+        self.schedule(at_us, act, arguments)
+
+    def schedule(self, at_us: int, act: Act, arguments: tuple[object, ...]) -> None:
         self._sequence += 1
-        heapq.heappush(self._heap, (max(at_us, self.now_us), self._sequence, act, arguments))
+        heapq.heappush(self._heap, (at_us if at_us > self.now_us else self.now_us, self._sequence, act, arguments))
 
     def after(self, delay_us: int, act: Act, *arguments: object) -> None:
-        self.at(self.now_us + delay_us, act, *arguments)
+        self.schedule(self.now_us + delay_us, act, arguments)
 
     @property
     def next_us(self) -> int | None:
@@ -118,10 +121,11 @@ class Host:
         self._held: list[tuple[int, Act, tuple[object, ...]]] = []
 
     def after(self, delay_us: int, act: Act, *arguments: object) -> None:
-        self.world.after(delay_us, self._run, self.lives, act, arguments)
+        world = self.world
+        world.schedule(world.now_us + delay_us, self._run, (self.lives, act, arguments))
 
     def at(self, at_us: int, act: Act, *arguments: object) -> None:
-        self.world.at(at_us, self._run, self.lives, act, arguments)
+        self.world.schedule(at_us, self._run, (self.lives, act, arguments))
 
     def crash(self) -> None:
         self.lives += 1

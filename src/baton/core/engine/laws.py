@@ -10,12 +10,16 @@ from collections.abc import Callable
 import numpy as np
 
 from baton.core.engine.blocks import Pin
+from baton.core.engine.masks import all_true, any_true
 from baton.core.engine.records import Request
 from baton.core.engine.request import Phase
 from baton.core.engine.scheduler import Scheduler
-from baton.core.engine.slots import NO_REQUEST
+from baton.core.engine.slots import FINISHED, NO_REQUEST, PREFILLING
 from baton.core.errors import InvariantViolated
 from baton.core.tiers.open_transfers import READS, TransferKind
+
+_LEASED, _RECEIVING = int(Pin.LEASED), int(Pin.RECEIVING)
+"""Plain numbers: numpy compares with them six times as fast as with members of an enum."""
 
 
 def audit(scheduler: Scheduler) -> None:
@@ -39,14 +43,14 @@ def blocks_are_conserved(scheduler: Scheduler) -> None:
         raise InvariantViolated(f"{gauges} do not sum to {pool.blocks}")
     listed = set(free.tolist())
     _require(len(listed) == len(free), "a block is in the free list twice")
-    _require(not references[free].any(), "a free block has references")
+    _require(not any_true(references[free] != 0), "a free block has references")
     _require(listed.isdisjoint(named), "a free block has a name")
     evictable = int(np.count_nonzero(references[list(named)] == 0))
     _require(evictable == gauges.evictable, f"{evictable} blocks are evictable, the gauge says {gauges.evictable}")
-    leased, receiving = (int(np.count_nonzero(pins == pin)) for pin in (Pin.LEASED, Pin.RECEIVING))
+    leased, receiving = (int(np.count_nonzero(pins == pin)) for pin in (_LEASED, _RECEIVING))
     _require(leased == gauges.leased, f"{leased} blocks are leased, the gauge says {gauges.leased}")
     _require(receiving == gauges.receiving, f"{receiving} blocks are receiving, the gauge says {gauges.receiving}")
-    _require(not (references[pins > 0] != 1).any(), "a pinned block has another number of owners than one")
+    _require(not any_true(references[pins > 0] != 1), "a pinned block has another number of owners than one")
     copy_references = pool.copy_references()
     leaving = int(np.count_nonzero((copy_references > 0) & (copy_references == references)))
     _require(leaving == gauges.leaving, f"{leaving} blocks are leaving, the gauge says {gauges.leaving}")
@@ -85,27 +89,27 @@ def rows_match_requests(scheduler: Scheduler) -> None:
         request = requests[int(slots.serial[slot])]
         if request.slot != slot:
             raise InvariantViolated(f"slot {slot} holds request {request.serial}, which says slot {request.slot}")
-        if slots.phase[slot] != request.phase:
+        if int(slots.phase[slot]) != request.phase:
             raise InvariantViolated(f"slot {slot} and its request disagree about the phase")
-        if slots.epoch[slot] != request.epoch:
+        if int(slots.epoch[slot]) != request.epoch:
             raise InvariantViolated(f"slot {slot} and its request disagree about the epoch")
     for request in requests.values():
         if (request.phase is Phase.WAITING) != (request.slot is None):
             raise InvariantViolated(f"request {request.serial} in {request.phase.name}: slot {request.slot}")
     idle = slots.serial == NO_REQUEST
-    _require(bool((slots.phase[idle] == Phase.FINISHED).all()), "an empty slot has a phase")
+    _require(all_true(slots.phase[idle] == FINISHED), "an empty slot has a phase")
 
 
 def lengths_are_ordered(scheduler: Scheduler) -> None:
     """KV exists only for known tokens, never for the last sampled one, and only computed blocks are published."""
     slots, size = scheduler.slots, scheduler.config.block_size
     rows = np.flatnonzero(slots.serial != NO_REQUEST)
-    _require(bool((slots.known[rows] <= slots.limit[rows]).all()), "a request grew past its limit")
+    _require(all_true(slots.known[rows] <= slots.limit[rows]), "a request grew past its limit")
     decoded = slots.known[rows] > slots.prompt[rows]
-    _require(bool((slots.computed[rows] <= slots.known[rows] - decoded).all()), "KV of a token that was never fed")
-    _require(bool((slots.published[rows] * size <= slots.computed[rows]).all()), "a block was named before it was whole")
-    _require(bool((slots.computed[rows] <= slots.held[rows] * size).all()), "KV without a block")
-    _require(bool((slots.pending[rows] >= 0).all()), "fewer than no tokens are in flight")
+    _require(all_true(slots.computed[rows] <= slots.known[rows] - decoded), "KV of a token that was never fed")
+    _require(all_true(slots.published[rows] * size <= slots.computed[rows]), "a block was named before it was whole")
+    _require(all_true(slots.computed[rows] <= slots.held[rows] * size), "KV without a block")
+    _require(all_true(slots.pending[rows] >= 0), "fewer than no tokens are in flight")
 
 
 def promises_are_covered(scheduler: Scheduler) -> None:
@@ -117,7 +121,7 @@ def promises_are_covered(scheduler: Scheduler) -> None:
 def prefills_fit_together(scheduler: Scheduler) -> None:
     """The started prefills could all finish if everything else were gone, so none can wait for another for ever."""
     slots, size = scheduler.slots, scheduler.config.block_size
-    prefilling = slots.phase == Phase.RUNNING_PREFILL
+    prefilling = slots.phase == PREFILLING
     lacking = int(np.sum(np.maximum(0, -(-slots.known // size) - slots.held), where=prefilling))
     references = scheduler.pool.references()
     kept = np.zeros(scheduler.pool.blocks, dtype=np.bool_)
@@ -130,7 +134,7 @@ def prefills_fit_together(scheduler: Scheduler) -> None:
 def pins_belong_to_leases(scheduler: Scheduler) -> None:
     """A block is pinned exactly while its row waits for KV from outside, and is not published then."""
     slots, pins = scheduler.slots, scheduler.pool.pins()
-    if not pins.any():
+    if not any_true(pins != 0):
         return
     owned = np.zeros(scheduler.pool.blocks, dtype=np.bool_)
     for slot in np.flatnonzero(slots.serial != NO_REQUEST).tolist():
@@ -140,8 +144,8 @@ def pins_belong_to_leases(scheduler: Scheduler) -> None:
         phase = Phase(slots.phase[slot])
         waits = not slots.started[slot] and phase in (Phase.RECEIVING, Phase.RESTORING, Phase.PREEMPTING)
         _require(waits or not len(pinned), f"slot {slot} runs in blocks that may still be written from outside")
-    _require(bool((owned == (pins > 0)).all()), "a block is pinned for nobody")
-    _require(not pins[list(scheduler.pool.prefix.names())].any(), "a pinned block has a name")
+    _require(all_true(owned == (pins > 0)), "a block is pinned for nobody")
+    _require(not any_true(pins[list(scheduler.pool.prefix.names())] != 0), "a pinned block has a name")
 
 
 def copies_have_what_they_touch(scheduler: Scheduler) -> None:
@@ -154,11 +158,9 @@ def copies_have_what_they_touch(scheduler: Scheduler) -> None:
             np.add.at(copy_references, transfer.blocks, 1)
         if transfer.serial is not None:
             loading.add(int(transfer.serial))
-            _require(
-                bool((pins[transfer.blocks] == Pin.RECEIVING).all()), "a copy writes to blocks that are not kept for it"
-            )
+            _require(all_true(pins[transfer.blocks] == _RECEIVING), "a copy writes to blocks that are not kept for it")
     _require(
-        bool((copy_references == scheduler.pool.copy_references()).all()),
+        all_true(copy_references == scheduler.pool.copy_references()),
         "blocks are lent to other copies than those that are open",
     )
     slots = scheduler.slots

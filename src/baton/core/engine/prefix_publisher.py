@@ -6,9 +6,8 @@ yet, so `computed`, not `known`, decides which blocks are full.
 
 from __future__ import annotations
 
-import numpy as np
-
 from baton.core.engine.blocks import BlockPool
+from baton.core.engine.masks import any_true
 from baton.core.engine.plan import Int64s
 from baton.core.engine.prefix import Key
 from baton.core.engine.records import PrefixHit, Request
@@ -32,7 +31,7 @@ class PrefixPublisher:
         slots, size = self._slots, self._block_size
         full = slots.computed[at] // size
         more = full > slots.published[at]
-        if not np.count_nonzero(more):
+        if not any_true(more):
             return at[:0], at[:0]
         at, full = at[more], full[more]
         next_is_output = slots.published[at] * size >= slots.prompt[at]

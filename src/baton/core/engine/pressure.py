@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from baton.core.engine.masks import all_true, any_true
 from baton.core.engine.plan import Int64s
 from baton.core.engine.recovery_cost import RecoveryCost
 from baton.core.engine.request import Move
@@ -39,11 +40,11 @@ class BlockPressure:
             return
         reach, limit = slots.known[rows] + slots.pending[rows], slots.limit[rows]
         open_rows = reach < limit
-        if np.count_nonzero(open_rows) < len(rows):
+        if not all_true(open_rows):
             rows, reach, limit = rows[open_rows], reach[open_rows], limit[open_rows]
         ends = np.minimum(reach + (config.burst - 1), limit)
         short = ends > slots.held[rows] * config.block_size
-        if np.count_nonzero(short):
+        if any_true(short):
             rows = self._grow_or_wait(step, rows, rows[short])
         slots.pending[rows] += config.burst
         step.budget -= len(rows) * config.burst

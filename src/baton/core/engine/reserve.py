@@ -15,6 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from baton.core.config import ReservePolicy, WorkerConfig
+from baton.core.engine.masks import any_true
 from baton.core.engine.plan import Int64s
 from baton.core.engine.slots import DECODING, Slots
 
@@ -113,7 +114,7 @@ class BlockPromises:
 
     def promised(self, slots: Slots) -> int:
         """Blocks promised to protected rows: no other row may take them."""
-        if not np.count_nonzero(slots.protected):
+        if not any_true(slots.protected):
             return 0  # nearly always
         rows = slots.running()
         rows = rows[slots.protected[rows]]
@@ -128,11 +129,11 @@ class BlockPromises:
             return 0
         promised = 0
         protected = slots.protected[rows]
-        if np.count_nonzero(protected):
+        if any_true(protected):
             promised = int(self._whole_need(slots, rows[protected]).sum())
             rows = rows[~protected]
         unfilled = -(-slots.known[rows] // self._block_size) - slots.held[rows]
-        return promised + int((np.maximum(0, unfilled) + self.policy.blocks(slots, rows)).sum())
+        return promised + int(np.add.reduce(np.maximum(0, unfilled) + self.policy.blocks(slots, rows)))
 
     def _whole_need(self, slots: Slots, rows: Int64s) -> Int64s:
         return np.asarray(np.maximum(0, -(-slots.limit[rows] // self._block_size) - slots.held[rows]))

@@ -14,6 +14,7 @@ from baton.core.engine.billing import Billing
 from baton.core.engine.departing import DepartingRequests
 from baton.core.engine.ended import EndedRequest, StartedRequest
 from baton.core.engine.ending import RequestEnding
+from baton.core.engine.masks import any_true
 from baton.core.engine.plan import Int32s, Int64s, Logprobs, RowOutcome, StepResult
 from baton.core.engine.records import Request, Settled
 from baton.core.engine.request import FinishReason, Move, Phase, Tokens
@@ -123,7 +124,7 @@ class StepSettling:
             for slot in at[rows < step.stops + len(step.chunks)].tolist():
                 self._note_prefilled(self._running.occupant(slot), started)
         discarded = slots.discarded[at]
-        if np.count_nonzero(discarded):
+        if any_true(discarded):
             rows, at, accepted, stopped = rows[~discarded], at[~discarded], accepted[~discarded], stopped[~discarded]
         delivery = _delivery(step, result, rows, accepted)
         self._finish_rows(at, stopped, ended)
@@ -148,7 +149,7 @@ class StepSettling:
         slots.append(at, tokens)
         stopped = slots.draws_stop(at, tokens)
         # A discarded row takes all its tokens too: its count must go on agreeing with the executor's.
-        return stopped & ~slots.discarded[at] if np.count_nonzero(stopped) else stopped
+        return stopped & ~slots.discarded[at] if any_true(stopped) else stopped
 
     def _note_prefilled(self, request: Request, started: list[StartedRequest]) -> None:
         """It has got its first token since its start."""
@@ -160,7 +161,7 @@ class StepSettling:
     def _finish_rows(self, at: Int64s, stopped: Bools, ended: list[EndedRequest]) -> None:
         """End the requests of rows that drew a stop token or reached their limit."""
         over = stopped | (self._slots.known[at] >= self._slots.limit[at])
-        if not np.count_nonzero(over):
+        if not any_true(over):
             return
         for slot, by_stop in zip(at[over].tolist(), stopped[over].tolist(), strict=True):
             request = self._running.occupant(slot)
@@ -197,7 +198,7 @@ class StepSettling:
 
 
 def _delivery(step: InFlightStep, result: StepResult, rows: Int64s, accepted: Int32s) -> Delivery:
-    taken = int(accepted.sum())
+    taken = int(np.add.reduce(accepted))
     if taken == len(result.tokens):
         tokens = result.tokens  # no token was cut off or dropped, as in almost every step
     else:

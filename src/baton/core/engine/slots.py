@@ -17,6 +17,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from baton.core.engine.masks import any_true
 from baton.core.engine.plan import Int32s, Int64s
 from baton.core.engine.request import Phase, Tokens
 from baton.core.errors import InvariantViolated
@@ -138,7 +139,7 @@ class Slots:
     def draws_stop(self, rows: Int64s, tokens: Tokens) -> npt.NDArray[np.bool_]:
         """Mask of the tokens just appended to these rows that end their request."""
         hits = self.stop_ids[rows] == tokens[:, None]
-        if not np.count_nonzero(hits):
+        if not any_true(hits):
             return np.zeros(len(rows), dtype=np.bool_)
         return np.asarray(hits.any(axis=1) & (self.known[rows] > self.stops_from[rows]))
 
