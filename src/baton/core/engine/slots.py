@@ -190,6 +190,4 @@ class Slots:
 
 def _leading(column: Int32s, counts: Int64s) -> Int32s:
     """The first `counts[row]` values of each row, one row after the other."""
-    before = np.cumsum(counts) - counts
-    places = np.arange(int(counts.sum())) - np.repeat(before, counts)
-    return column[np.repeat(np.arange(len(counts)), counts), places]
+    return np.concatenate([column[row, :count] for row, count in enumerate(counts.tolist())])
