@@ -281,7 +281,7 @@ def test_two_segments_are_kept_and_the_size_is_bounded() -> None:
     assert len(opened) > 2
     older, newer = recorder.segments()
     for segment in (older, newer):
-        assert len(segment.calls) <= 1 + max(50, SNAPSHOTS * len(segment.snapshot) / CALL_BYTES)
+        assert len(segment.calls) <= 1 + max(50, SNAPSHOTS * segment.state.estimated_bytes / CALL_BYTES)
     assert not differences(file_of(recorder))
 
 
