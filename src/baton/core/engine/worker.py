@@ -188,11 +188,16 @@ class Worker:
         return self._deadline_us
 
     def _earliest(self) -> int | None:
-        due = [self._tiers.next_deadline(), self._side.next_deadline()]
-        if self.scheduler.has_work and not self.scheduler.asleep:
-            could_plan = self.scheduler.in_flight < self.config.depth and not self._planned_out
-            due.append(self._now_us if could_plan else self._now_us + IDLE_PASS_US)
-        return min((at_us for at_us in due if at_us is not None), default=None)
+        due_us, side_us = self._tiers.next_deadline(), self._side.next_deadline()
+        if due_us is None or (side_us is not None and side_us < due_us):
+            due_us = side_us
+        scheduler = self.scheduler
+        if scheduler.has_work and not scheduler.asleep:
+            could_plan = not self._planned_out and scheduler.in_flight < self.config.depth
+            pass_us = self._now_us if could_plan else self._now_us + IDLE_PASS_US
+            if due_us is None or pass_us < due_us:
+                due_us = pass_us
+        return due_us
 
     def gauges(self) -> SchedulerGauges:
         gauges = self.scheduler.gauges()
