@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from baton.core.config import WorkerConfig
@@ -46,8 +47,7 @@ RETRY_AFTER_S = 1
 """Retry-After of a refusal because of a full queue: one second is about one queue position on a busy GPU."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepDone:
+class StepDone(Struct, frozen=True):
     result: StepResult
 
 
@@ -70,15 +70,13 @@ class GroupRefused:
     refusal: Refusal
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(Struct, frozen=True):
     """Give this plan to the executor; hand its result back as StepDone."""
 
     plan: StepPlan
 
 
-@dataclass(frozen=True, slots=True)
-class Deliver:
+class Deliver(Struct, frozen=True):
     """The result of a step, for the front end."""
 
     settled: Settled
