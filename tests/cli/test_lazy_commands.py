@@ -64,5 +64,5 @@ def test_a_benchmark_that_left_the_package_says_where_it_went(name: str) -> None
 
 
 def test_no_benchmark_is_in_both_places() -> None:
-    assert set(bench.MOVED) == set(benchmarks.COMMANDS)
+    assert set(bench.MOVED) <= set(benchmarks.COMMANDS)
     assert not set(bench.MOVED) & set(bench.COMMANDS)

@@ -19,7 +19,7 @@ from baton.core.engine.plan import StepPlan, StepResult
 from baton.core.engine.prefix import KEY_BYTES, PrefixIndex
 from baton.core.engine.progress_watch import EngineBeat
 from baton.core.engine.worker import Worker
-from baton.core.handover.messages import Heard, Offer, PeerEffect, PeerId, PeerOpened, Refuse, Release, Tell
+from baton.core.handover.messages import Heard, Offer, PeerEffect, PeerEvent, PeerId, PeerOpened, Refuse, Release, Tell
 from baton.core.tiers.transfers import CopyOut, FenceTransfer, StorageEffect, TransferDone, TransferFenced
 from baton.executor.contract import ExecutorShape, KvView, LayerDone
 from baton.executor.scripted import ScriptedExecutor
@@ -84,6 +84,9 @@ class Orders:
         self.steps: list[int] = []
         self.calls: list[tuple[str, ...]] = []
         self.news = threading.Condition()
+
+    def before_handling(self, event: PeerEvent) -> None:
+        pass
 
     def carry_out(self, effect: PeerEffect) -> None:
         with self.news:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -135,3 +137,44 @@ def test_a_folder_that_cannot_be_written_ends_nothing(tmp_path: Path, caplog: py
     load(driver)
     assert recorder.dump("by order") is None
     assert "cannot be written" in caplog.text
+
+
+STUCK = """
+import ctypes, sys
+from baton.node.recording import dump_on_signal
+from baton.node.settings import RecordSettings
+from pathlib import Path
+from tests.node.test_recording import load, recorded
+
+driver, recorder = recorded(RecordSettings(record_folder=sys.argv[1]))
+load(driver)
+dump_on_signal(recorder, Path(sys.argv[1]) / "dumped")
+mutex = ctypes.create_string_buffer(64)
+print("stuck", flush=True)
+ctypes.CDLL(None).pthread_mutex_lock(mutex)
+ctypes.CDLL(None).pthread_mutex_lock(mutex)
+"""
+
+
+def test_a_process_whose_main_thread_is_stuck_in_c_code_still_writes_them(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", STUCK, str(tmp_path)], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"stuck\n"
+            process.send_signal(recording.DUMP_SIGNAL)
+            deadline_s = time.monotonic() + 30
+            while not (tmp_path / "dumped").exists() and time.monotonic() < deadline_s:
+                time.sleep(0.01)
+        finally:
+            process.kill()
+    assert calls_of(tmp_path / "engine-d1.baton") > 20
+
+
+def test_the_end_of_a_process_waits_for_a_file_that_is_being_written(tmp_path: Path) -> None:
+    driver, recorder = recorded(RecordSettings(record_folder=str(tmp_path)))
+    load(driver)
+    recorder.dump_soon("by order")
+    while not recorder._dumping.locked() and not list(tmp_path.iterdir()):
+        pass
+    recorder.close()
+    assert calls_of(tmp_path / "engine-d1.baton") > 20

@@ -17,15 +17,19 @@ from typer.testing import CliRunner
 from baton.cli.main import app
 from baton.core.config import ReservePolicy, WorkerConfig
 from baton.core.content_hashes import ContentHashes
+from baton.core.engine.gauges import DraftGauges, SchedulerGauges
+from baton.core.engine.records import Settled
 from baton.core.engine.request import RequestId, Sampling, Submission, frozen_tokens
+from baton.core.engine.worker import Worker
 from baton.core.errors import InvariantViolated
 from baton.executor.scripted import ScriptedExecutor
 from baton.sim import instance, router_host
 from baton.sim.fuzzed_run import run_seed
 from baton.wire import watched_sessions, watched_worker
-from baton.wire.flight_recorder import CALL_BYTES, SNAPSHOTS, FlightRecorder
+from baton.wire.engine_messages import WireError, step_output
+from baton.wire.flight_recorder import CALL_BYTES, SNAPSHOTS, FlightRecorder, Raised
 from baton.wire.recording_file import BadRecording, Recording, RecordingHeader, write_recording
-from baton.wire.recording_mask import TOKEN_IDS, RecordingMask
+from baton.wire.recording_mask import TOKEN_IDS, Mark, RecordingMask
 from baton.wire.replaying import Replay, ReplayedCall
 from baton.wire.router_sessions import RouterSessions
 from baton.wire.snapshot import Kind
@@ -34,16 +38,15 @@ from baton.wire.watched_worker import WatchedWorker
 from tests.laws.test_preemption_laws import CROWDED, Machine
 from tests.sim.planted import BUGS
 from tests.support import routed
-from tests.support.driver import Driver, shape_of
-
-MASK = RecordingMask(b"a key of this recording")
+from tests.support.driver import VOCABULARY, Driver, shape_of
 
 
 def header(of: str = "engine", version: str = "1", masked: bool = True) -> RecordingHeader:
     return RecordingHeader(version, of, "a", "a test", "now", masked)
 
 
-def file_of(recorder: FlightRecorder, of: str = "engine", mask: RecordingMask | None = MASK) -> bytes:
+def file_of(recorder: FlightRecorder, of: str = "engine", masked: bool = True) -> bytes:
+    mask = RecordingMask(b"a key of this recording") if masked else None
     return write_recording(header(of), recorder.segments(), mask)
 
 
@@ -72,13 +75,14 @@ def test_whole_worlds_replay_to_the_same_decisions(seed: int, monkeypatch: pytes
         made.append(("router" if is_router else "engine", FlightRecorder(watched, hashes, weight_of, 300 * CALL_BYTES)))
         return made[-1][1]
 
-    monkeypatch.setattr(instance, "TwinCheck", record)
-    monkeypatch.setattr(router_host, "TwinCheck", record)
+    for host in (instance, router_host):
+        monkeypatch.setattr(host, "TwinCheck", record)
+        monkeypatch.setattr(host, "has_twins", lambda _seed: True)
     assert run_seed(seed).broken is None
     assert made
     for of, recorder in made:
-        for mask in (MASK, None):
-            assert not [(call.number, call.difference) for call in differences(file_of(recorder, of, mask))]
+        for masked in (True, False):
+            assert not [(call.number, call.difference) for call in differences(file_of(recorder, of, masked))]
 
 
 # ── what a recording shows ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -145,7 +149,7 @@ def test_an_engines_recording_has_no_real_token_id_salt_or_secret_unless_asked_f
     for key in driver.worker.scheduler.pool.prefix.names().values():
         assert key not in everything
     assert b"salt of a tenant" not in everything
-    integers, everything = shown(file_of(recorder, mask=None))
+    integers, everything = shown(file_of(recorder, masked=False))
     assert len(real & integers) > 10, "the test would see them"
     assert b"salt of a tenant" in everything
 
@@ -167,7 +171,7 @@ def test_a_routers_recording_has_no_real_token_id_prompt_or_tenant(monkeypatch: 
     assert not integers & (real | {FIRST_REAL, FIRST_REAL + 1})
     for secret in (b"the prompt of a client", b"salt of a tenant", b"tenant\xa5", routed.SECRET):
         assert secret not in everything.replace(b"tenant-", b"")
-    assert len(real & shown(file_of(recorder, "router", None))[0]) > 10, "the test would see them"
+    assert len(real & shown(file_of(recorder, "router", masked=False))[0]) > 10, "the test would see them"
 
 
 @given(st.lists(st.integers(0, TOKEN_IDS - 1), unique=True), st.binary(min_size=1))
@@ -184,6 +188,72 @@ def test_recordings_permute_differently_and_leave_what_is_no_id() -> None:
     assert np.count_nonzero(one == ids) < 5
     outside = np.array([-1, TOKEN_IDS, (1 << 31) - 1], dtype=np.int32)
     np.testing.assert_array_equal(RecordingMask(b"1").tokens(outside), outside)
+
+
+@given(st.lists(st.integers(0, (1 << 31) - 1), unique=True), st.integers(2, TOKEN_IDS - 1))
+def test_what_is_no_id_of_the_vocabulary_is_none_afterwards(ids: list[int], vocabulary: int) -> None:
+    mask = RecordingMask(b"key")
+    shown_vocabulary = mask.scalar(vocabulary, Mark.VOCABULARY)
+    assert mask.scalar(vocabulary - 1, Mark.VOCABULARY) == shown_vocabulary - 1, "of an instance that does not fit"
+    known = [number for number in ids if number < vocabulary]
+    strange = [number for number in ids if vocabulary <= number < TOKEN_IDS]
+    masked = mask.tokens(np.array(known, dtype=np.int32))
+    assert len(set(masked.tolist())) == len(known)
+    assert (masked < shown_vocabulary).all()
+    assert (masked >= 0).all()
+    assert (mask.tokens(np.array(strange, dtype=np.int32)) >= shown_vocabulary).all()
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_token_that_the_model_does_not_have_replays(masked: bool) -> None:
+    world = routed.World(members=2)
+    sessions = world.sessions
+    recorder = FlightRecorder(sessions, sessions.router.hashes, watched_sessions.weight_of)
+    world.sessions = watched = WatchedSessions(sessions, recorder)  # type: ignore[assignment]
+    world.run()
+    world.ask([Submission(RequestId("r"), frozen_tokens([1, 2, 3]), Sampling(1), 20)])
+    while not any(member.sessions.open_requests for member in world.members):
+        world.turn()
+    session = next(number for number, one in sessions._sessions.items() if one.running)
+    serial = next(iter(sessions._sessions[session].running))
+    settled = Settled(np.array([serial]), np.array([1], np.int32), frozen_tokens([VOCABULARY]), (), (), ())
+    with pytest.raises(WireError, match="not in the vocabulary"):
+        watched.receive(session, step_output(settled, SchedulerGauges(), DraftGauges()), world.now_us)
+    steps = list(Replay(Recording(file_of(recorder, "router", masked))).steps())
+    assert not [call.difference for call in steps if call.difference]
+    assert steps[-1].result == Raised("WireError", "a token that is not in the vocabulary")
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_refused_continuation_replays(masked: bool) -> None:
+    driver = Driver(WorkerConfig(slots=2, blocks=8, block_size=4, context_tokens=64, step_tokens=32))
+    recorder = recorded(driver)
+    ended = Sampling(1, stop_token_ids=(FIRST_REAL,))
+    assert not driver.submit(Submission(RequestId("r"), frozen_tokens([1]), ended, 9, generated=frozen_tokens([FIRST_REAL])))
+    data = file_of(recorder, masked=masked)
+    (call,) = Replay(Recording(data)).steps()
+    assert call.difference is None
+    assert "ends with a stop token" in repr(call.result)
+
+
+class Odd(Exception):
+    """Of no class that anybody lists."""
+
+
+def test_whatever_a_call_raises_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(CROWDED)
+    recorder = recorded(driver)
+    with monkeypatch.context() as patch:
+        patch.setattr(Worker, "changes", _raise_odd)
+        with pytest.raises(Odd):
+            WatchedWorker(driver.worker, recorder).changes(5)
+        assert not differences(file_of(recorder))
+    (differs,) = differences(file_of(recorder))
+    assert "Odd" in str(differs.difference)
+
+
+def _raise_odd(_worker: Worker, now_us: int) -> None:
+    raise Odd(f"at {now_us}")
 
 
 # ── segments ─────────────────────────────────────────────────────────────────────────────────────────────────────────────

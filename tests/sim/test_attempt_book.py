@@ -47,7 +47,7 @@ class Watched:
     def __init__(self) -> None:
         self.book = AttemptBook(CONFIG, NoFaults())
 
-    def preemptions(self, origin: bytes) -> tuple[int, ...]:
+    def yields_of(self, origin: bytes) -> tuple[int, ...]:
         return ()
 
     def open_at(self) -> dict[Session, int]:

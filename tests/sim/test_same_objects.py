@@ -28,9 +28,10 @@ SPLIT_SEED = next(seed for seed in range(50) if any(role.takes for role in draw_
 SIM = Path(__file__).parents[2] / "src" / "baton" / "sim"
 
 MAY_SEE_OF_CORE = {
-    "config", "errors", "engine.driver", "engine.ended", "engine.gauges", "engine.laws", "engine.orders", "engine.plan",
-    "engine.prefix", "engine.progress_watch", "engine.records", "engine.request", "engine.worker", "handover.faults",
-    "handover.messages", "routing.config", "routing.events", "routing.identity", "routing.router", "tiers.transfers",
+    "config", "content_hashes", "errors", "engine.change_journal", "engine.driver", "engine.ended", "engine.gauges",
+    "engine.laws", "engine.orders", "engine.plan", "engine.prefix", "engine.progress_watch", "engine.records",
+    "engine.request", "engine.worker", "handover.faults", "handover.messages", "routing.config", "routing.events",
+    "routing.identity", "routing.router", "tiers.transfers",
 }  # fmt: skip
 """The doors of the deciding code and the values that pass them; what decides behind a door is not for the simulator."""
 TABLES = {"routing.fleet_members", "routing.routed_request"}

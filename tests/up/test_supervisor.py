@@ -37,6 +37,7 @@ def end(*_):
     open(notes, "a").write("router told\\n")
     sys.exit(0)
 signal.signal(signal.SIGTERM, end)
+signal.signal(signal.SIGUSR1, lambda *_: open(notes, "a").write("router dumps\\n"))
 server = HTTPServer(("127.0.0.1", port), Answer)
 at = server.server_address[1]
 print(f"m is served at http://127.0.0.1:{at}\\ninstances join at 127.0.0.1:{at}", flush=True)
@@ -50,6 +51,7 @@ def end(*_):
     open(notes, "a").write(f"{name} told\\n")
     sys.exit(0)
 signal.signal(signal.SIGTERM, signal.SIG_IGN if how == "deaf" else end)
+signal.signal(signal.SIGUSR1, lambda *_: open(notes, "a").write(f"{name} dumps\\n"))
 open(notes, "a").write(f"{name} started\\n")
 if how == "broken":
     sys.exit("the disk is on fire")
@@ -138,6 +140,15 @@ def _lives(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+async def test_the_signal_to_write_the_last_decisions_goes_on_to_all_processes(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as running:
+        await running.until(lambda: "Dashboard" in running.log.getvalue(), "the banner")
+        os.kill(os.getpid(), signal.SIGUSR1)
+        dumps = {"router dumps", "decode-1 dumps", "decode-2 dumps"}
+        await running.until(lambda: dumps <= set(running.notes.read_text().splitlines()), "all were told")
+        assert len(running.pids()) == 3, "and nobody ended"
 
 
 async def test_the_banner_comes_when_all_are_there_and_names_what_to_do_next(tmp_path: Path) -> None:

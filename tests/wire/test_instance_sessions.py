@@ -204,7 +204,7 @@ def test_what_would_hurt_the_engine_never_reaches_it(group: list[Submission]) ->
 def test_a_token_that_the_model_has_not_is_refused_here_and_nothing_else_suffers(group: list[Submission]) -> None:
     sessions = serving()
     out = sessions.receive(place(0, group), 0)
-    refusal = Refusal(RefusalCode.NOT_IN_VOCABULARY, "a token that is none of a vocabulary of 64")
+    refusal = Refusal(RefusalCode.NOT_IN_VOCABULARY, "a token that is not in the vocabulary")
     assert out == SessionEffects(messages=[refused(0, refusal)])
     assert sessions.open_requests == sessions.held_choices == 0
     open_as(sessions, asks("a"), 1, ticket=1)

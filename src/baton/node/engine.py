@@ -45,7 +45,14 @@ from baton.node.inbox import EngineInbox, Item, ThreadFailure
 from baton.node.kv_pool_memory import PoolMemory, blocks_of, layout_of
 from baton.node.kv_storage import KvStorage, describe, open_kv_store
 from baton.node.parent_process import die_with_parent
-from baton.node.recording import ProcessRecorder, close_recorders, dump_on_signal, ignore_dump_signal, open_recorder
+from baton.node.recording import (
+    DUMPED_NAME,
+    ProcessRecorder,
+    close_recorders,
+    dump_on_signal,
+    ignore_dump_signal,
+    open_recorder,
+)
 from baton.node.settings import EngineSettings, decode_settings
 from baton.wire.engine_messages import (
     WIRE_VERSION,
@@ -292,7 +299,7 @@ def serve(settings: EngineSettings, socket: zmq.Socket[bytes], closing: contextl
     )
     recorder = open_recorder("engine", settings.name, worker, worker.hashes, weight_of, settings)
     if recorder is not None:
-        dump_on_signal(recorder)
+        dump_on_signal(recorder, _folder_of(settings) / DUMPED_NAME)
         closing.callback(recorder.close)
     loop = EngineLoop(worker, executor, socket, inbox, handovers, storage, recorder=recorder)
     beats = EngineBeats(f"{_folder_of(settings)}/{SOCKET_NAME}", loop.progress)

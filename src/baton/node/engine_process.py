@@ -1,8 +1,8 @@
 """The engine's child process as the front end holds it: its sockets, the messages queued for it, its beats, its exit.
 
 Messages of the engine go to `on_message`, in order. `on_end` gets the reason when the process exits unasked, when it stalls
-(`core/engine/progress_watch.py` decides that; the process is then killed), or when talking to it fails; it may be called
-more than once. All methods run on one event loop.
+(`core/engine/progress_watch.py` decides that; the process then writes its last decisions and is killed), or when talking to
+it fails; it may be called more than once. All methods run on one event loop.
 """
 
 from __future__ import annotations
@@ -27,23 +27,22 @@ from baton.node.clock import monotonic_us
 from baton.node.engine import QUEUED_MESSAGES_MAX
 from baton.node.engine_beats import SOCKET_NAME
 from baton.node.process_activity import ProcessActivity
-from baton.node.recording import DUMP_SIGNAL
+from baton.node.recording import DUMP_SIGNAL, DUMPED_NAME
 from baton.node.settings import EngineSettings
 from baton.wire.engine_messages import FromEngine, ReadyMessage, decode_beat, decode_from_engine
 
 log = logging.getLogger("baton.engine")
 
 KILL_AFTER_S = 5.0
-KILL_STALLED_AFTER_S = 0.5
-"""Seconds that a stalled engine has for what `on_stall` asks of it, such as a record of its last events."""
+RECORDED_WITHIN_S = 5.0
+"""Seconds that a stalled engine has for writing its last decisions. Its requests have ended by then."""
+LOOK_FOR_RECORD_S = 0.02
 
 
 class EngineProcess:
     def __init__(
         self, settings: EngineSettings, on_message: Callable[[FromEngine], None], on_end: Callable[[str], None]
     ) -> None:
-        self.on_stall: Callable[[str], None] = lambda _reason: None
-        """Called with the reason when the engine stalls, after its requests have ended and before it is killed."""
         self._folder = Path(tempfile.mkdtemp(prefix="baton-"))  # mode 0700: no other user reaches the socket
         self._settings = replace(settings, endpoint=f"ipc://{self._folder}/engine")
         self._on_message = on_message
@@ -59,6 +58,7 @@ class EngineProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._beats: asyncio.DatagramTransport | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._is_ready = False
         self._stopping = False
 
     async def start(self) -> None:
@@ -131,6 +131,7 @@ class EngineProcess:
         while True:
             message = decode_from_engine(await self._socket.recv())
             if isinstance(message, ReadyMessage):
+                self._is_ready = True
                 self._progress.ready(message.tried_step_us, monotonic_us())
             self._spoke(monotonic_us())
             self._on_message(message)
@@ -153,10 +154,22 @@ class EngineProcess:
         log.error("the engine is stalled: %s", stall)
         self._on_end(f"it stalled and was killed: {stall}")
         self._stopping = True  # its exit is no further news
-        self.on_stall(stall)
-        await asyncio.sleep(KILL_STALLED_AFTER_S)
+        await self._recorded(process)
         if process.returncode is None:
             process.kill()  # also ends a process that is stopped
+
+    async def _recorded(self, process: asyncio.subprocess.Process) -> None:
+        """Have a stalled engine write its last decisions, if it records them and is not stopped, and wait for that."""
+        records = self._settings.flight_recorder or self._settings.record is not None
+        if not (records and self._is_ready) or (self._activity is not None and self._activity.is_stopped()):
+            return
+        written = self._folder / DUMPED_NAME
+        written.unlink(missing_ok=True)
+        self.order_dump()
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + RECORDED_WITHIN_S
+        while process.returncode is None and not written.exists() and loop.time() < deadline_s:  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_FOR_RECORD_S)  # a file tells nobody
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         code = await process.wait()

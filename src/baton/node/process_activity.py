@@ -23,6 +23,13 @@ class ProcessActivity:
         """It was heard: the next look begins anew."""
         self._ticks = None
 
+    def is_stopped(self) -> bool:
+        """Whether it runs nothing until it gets SIGCONT; False where nobody can tell."""
+        try:
+            return _read_stat(self._folder / "stat")[0] in STOPPED
+        except (OSError, ValueError, IndexError):
+            return False
+
     def runs(self) -> bool:
         """Whether it has used a CPU since the first look after `spoke`, or wants one now; True where nobody can tell.
 

@@ -6,8 +6,8 @@
     recorder.close()
 
 A file is written when a call raises what is no fault of another process, on SIGUSR1, and by order. In an engine a thread of
-its own waits for the signal, so that it is answered while the main thread computes; a process that is stopped (SIGSTOP)
-cannot answer it.
+its own waits for the signal, so that it is answered while the main thread computes or hangs, and the front end sends it to
+an engine that stalls. A process that is stopped (SIGSTOP) cannot answer it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,11 @@ FLUSH_S = 1.0
 """With --record: the longest time for which a decision is not in the file."""
 LAGGING_SEGMENTS = 8
 """With --record: segments that wait for being written; beyond that some are left out."""
+CLOSE_S = 4.0
+"""The longest time for which the end of a process waits for a file that is being written."""
 DUMP_SIGNAL = signal.SIGUSR1
+DUMPED_NAME = "recorded"
+"""A file in the folder that an engine shares with its front end: the last signal was answered."""
 _UNWRITABLE = (OSError, BatonError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """A process does not end because its decisions cannot be written."""
 
@@ -85,7 +89,9 @@ class ProcessRecorder:
             self._writer.start(self.watch, self._header("--record"), self._mask())
 
     def close(self) -> None:
-        """Write what --record has not written yet."""
+        """Write what --record has not written yet, and end what is being written."""
+        if self._dumping.acquire(timeout=CLOSE_S):
+            self._dumping.release()
         if self._writer is not None:
             self._writer.close()
 
@@ -246,8 +252,9 @@ def ignore_dump_signal() -> None:
     signal.signal(DUMP_SIGNAL, signal.SIG_IGN)
 
 
-def dump_on_signal(recorder: ProcessRecorder) -> None:
-    """Write the last decisions whenever SIGUSR1 comes; in a process without an event loop, from its main thread.
+def dump_on_signal(recorder: ProcessRecorder, dumped: Path | None = None) -> None:
+    """Write the last decisions whenever SIGUSR1 comes, and then the file `dumped`; in a process without an event loop, to be
+    called from its main thread.
 
     The C handler writes the number of the signal to a pipe at once, whichever thread it interrupts and whatever the main
     thread does.
@@ -261,5 +268,8 @@ def dump_on_signal(recorder: ProcessRecorder) -> None:
         while numbers := os.read(reader, 64):
             if DUMP_SIGNAL in numbers:
                 recorder.dump("SIGUSR1")
+                if dumped is not None:
+                    with contextlib.suppress(OSError):  # the front end is gone, and its folder with it
+                        dumped.touch()
 
     threading.Thread(target=wait, name="baton-dumps", daemon=True).start()

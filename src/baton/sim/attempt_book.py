@@ -426,7 +426,7 @@ class AttemptBook(RouterWatcher):
             if request.over:
                 let_go(request)
             else:
-                counts_kept(request, view.preemptions(request.origin))
+                counts_kept(request, view.yields_of(request.origin))
             for choice in request.choices:
                 at = choice.placement if choice.cut else None
                 if at is not None and at.is_open and at.serial is not None and not at.stopped:

@@ -250,6 +250,7 @@ class SimulatedInstance:
     def restart_when_idle(self, restart: Callable[[], None]) -> None:
         self.is_leaving = True
         self._restart = restart
+        self._looks.set(self.host.world.now_us + READ_LOOK_US)  # it may be idle already
 
     # ── the line ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 

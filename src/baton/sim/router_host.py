@@ -323,7 +323,7 @@ class RouterHost:
         fleet = self.sessions.router.fleet
         return {session: len(member.choices) for session, member in fleet.members.items()}
 
-    def preemptions(self, origin: bytes) -> tuple[int, ...]:
+    def yields_of(self, origin: bytes) -> tuple[int, ...]:
         return self.sessions.router.preemptions(origin)
 
     def holders(self, key: bytes) -> tuple[Session, ...]:

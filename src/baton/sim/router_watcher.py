@@ -18,7 +18,7 @@ class RouterView(Protocol):
     def open_at(self) -> dict[Session, int]:
         """Number of open choices at each member."""
 
-    def preemptions(self, origin: bytes) -> tuple[int, ...]:
+    def yields_of(self, origin: bytes) -> tuple[int, ...]:
         """By choice: how often it was preempted anywhere, as far as the router knows; empty if it is not open."""
 
     def holders(self, key: bytes) -> tuple[Session, ...]:

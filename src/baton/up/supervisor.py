@@ -3,6 +3,7 @@
     start    the router and, when it listens, the instances; the banner when all have joined
     hang     a process that answers no `/health` for a while (`up.health_watch`) is killed, and so started again
     signal   drain: the router takes nothing new and ends with its last answer; then the instances (a second: at once)
+    SIGUSR1  goes on to all: each writes its last decisions to a file
     failure  the router cannot be started, or no serving instance is left: the exit code is not 0
 
 Promises that no process outlives it: children are stopped on every way out, and the kernel ends them if this process is
@@ -29,6 +30,7 @@ from baton.api.auth import secret_of
 from baton.node.clock import monotonic_us
 from baton.node.parent_process import bound_to
 from baton.node.process_activity import ProcessActivity
+from baton.node.recording import DUMP_SIGNAL
 from baton.up.fleet_plan import SERVING_ROLES, FleetPlan, PlannedProcess, RouterPorts
 from baton.up.health_watch import ANSWER_US, ASK_US, HUNG_US, HealthWatch
 from baton.up.merged_log import LineSplitter, MergedLog
@@ -119,6 +121,7 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
+        loop.add_signal_handler(DUMP_SIGNAL, self.order_dumps)
         try:
             await self._open()
             await self._until(lambda: self._failure() is not None)
@@ -136,6 +139,12 @@ class Supervisor:
             self._at_once.set()
         self._stopping.set()
         self._changed.set()
+
+    def order_dumps(self) -> None:
+        """Have all processes write their last decisions. One that is not ready has none, and no handler."""
+        for child in (self._router, *self._members):
+            if child.is_up and child.process is not None and child.process.returncode is None:
+                child.process.send_signal(DUMP_SIGNAL)
 
     async def _open(self) -> None:
         """Start everything, and print the banner when it serves; returns early on a failure or a signal."""

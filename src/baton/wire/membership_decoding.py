@@ -97,4 +97,4 @@ def check_lines(lines: list[LogprobLine], count: int, vocabulary: int) -> None:
         raise WireError(f"log-probabilities of {len(lines)} tokens for {count}")
     for _, top in lines:
         if not all(0 <= token < vocabulary for token, _ in top):
-            raise WireError(f"log-probabilities of a token that is none of a vocabulary of {vocabulary}")
+            raise WireError("log-probabilities of a token that is not in the vocabulary")

@@ -34,7 +34,7 @@ from baton.wire.engine_messages import StepOutput
 from baton.wire.router_messages import HeartbeatMessage, HeldChoiceMessage
 
 TOKEN_IDS = 1 << 30
-"""Ids below this are permuted among themselves."""
+"""Ids of the vocabulary become others below this; a vocabulary is said to be larger by it, and so are ids outside of it."""
 _HALF_BITS = 15
 _HALF = (1 << _HALF_BITS) - 1
 _ROUNDS = 4
@@ -88,6 +88,8 @@ class RecordingMask:
         self._key = hashlib.blake2b(key, digest_size=32).digest()
         self._short: dict[bytes, bytes] = {}
         """What stands for each string shorter than a key."""
+        self._vocabulary = 0
+        """The largest that a recorded value has told; 0: none has, and every number may be an id."""
         self._rounds = [self._round(number) for number in range(_ROUNDS)]
 
     def _round(self, number: int) -> npt.NDArray[np.int64]:
@@ -95,14 +97,16 @@ class RecordingMask:
         return np.frombuffer(drawn, dtype="<u2").astype(np.int64) & _HALF
 
     def tokens(self, ids: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """A permutation of [0, TOKEN_IDS): a Feistel network of random tables. Other numbers stay."""
+        """A permutation of [0, TOKEN_IDS): a Feistel network of random tables. What is no id stays none."""
         wide = ids.astype(np.int64)
         left, right = (wide >> _HALF_BITS) & _HALF, wide & _HALF
         for table in self._rounds:
             left, right = right, left ^ table[right]
         mixed = (left << _HALF_BITS) | right
-        masked: npt.NDArray[Any] = np.where((wide >= 0) & (wide < TOKEN_IDS), mixed, wide).astype(ids.dtype)
-        return masked
+        ids_end = self._vocabulary or TOKEN_IDS
+        masked = np.where((wide >= 0) & (wide < ids_end), mixed, wide)
+        masked[(wide >= ids_end) & (wide < TOKEN_IDS)] += TOKEN_IDS
+        return masked.astype(ids.dtype)
 
     def opaque(self, data: bytes) -> bytes:
         """Another string, as long, the same for the same, and different for different ones."""
@@ -132,7 +136,8 @@ class RecordingMask:
             return int(self.tokens(np.array([value], dtype=np.int64))[0])
         if mark is Mark.TENANT and type(value) is str and value:
             return f"tenant-{self.opaque(value.encode())[:6].hex()}"
-        if mark is Mark.VOCABULARY and value < TOKEN_IDS:
+        if mark is Mark.VOCABULARY and 0 < value < TOKEN_IDS:
+            self._vocabulary = max(self._vocabulary, value)
             return TOKEN_IDS + value  # so that all masked ids are in it
         return value
 

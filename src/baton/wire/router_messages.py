@@ -285,7 +285,7 @@ def _line_bytes(line: HeldChoiceMessage) -> int:
 
 def check_tokens(tokens: Tokens, vocabulary: int) -> None:
     if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
-        raise UnknownToken(f"a token that is none of a vocabulary of {vocabulary}")
+        raise UnknownToken("a token that is not in the vocabulary")
 
 
 def keys_of(data: bytes) -> tuple[bytes, ...]:

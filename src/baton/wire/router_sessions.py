@@ -496,7 +496,7 @@ def _token_events(session: _InstanceSession, step: StepColumns) -> list[TokensCa
     number, vocabulary, runs = session.number, session.joined().vocabulary, session.running
     serials, tokens = step.serials, step.tokens
     if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
-        raise WireError(f"a token that is none of a vocabulary of {vocabulary}")
+        raise WireError("a token that is not in the vocabulary")
     if len(frozenset(serials)) != len(serials):
         raise WireError("two rows of one request in one step")
     ends = dict(step.ended)

@@ -6,7 +6,7 @@
 Generic: a class needs nothing to be in a snapshot, and a new field is in it by itself. Shared references, cycles and
 the order of dictionaries are kept; sets are written in order of their members. Not in a snapshot are the
 ContentHashes, which hold a secret: `restore` is given some. A class
-that keeps more memory than it uses implements `HasSnapshotFields`.
+that keeps more memory than it uses, or what only asking it changes (a cache), implements `HasSnapshotFields`.
 
 A snapshot is no pickle: classes come from `baton.core` and `baton.wire` only, no constructor and no method is called while
 one is read, and bytes that are no snapshot raise BadSnapshot.

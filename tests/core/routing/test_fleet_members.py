@@ -48,7 +48,7 @@ def changes(bench: Bench) -> list[tuple[str, str]]:
     ("change", "values"),
     [
         ({"fingerprint": b"other"}, (b"model".hex(), b"other".hex())),
-        ({"vocabulary": 77}, ("77", "1000")),
+        ({"vocabulary": 77}, ("923 fewer",)),
         ({"block_size": 32}, ("32", "16")),
         ({"role": "observer"}, ("observer", "mixed, prefill, decode")),
     ],

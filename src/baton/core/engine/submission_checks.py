@@ -58,5 +58,5 @@ def _refuse_continuation(submission: Submission) -> Refusal | None:
         text = f"{len(generated)} tokens were generated elsewhere, and max_tokens is {asked}"
         return Refusal(RefusalCode.NOTHING_LEFT, text)
     if int(generated[-1]) in sampling.stop_token_ids and len(generated) > sampling.min_tokens:
-        return Refusal(RefusalCode.NOTHING_LEFT, f"what was generated elsewhere ends with the stop token {generated[-1]}")
+        return Refusal(RefusalCode.NOTHING_LEFT, "what was generated elsewhere ends with a stop token")
     return None

@@ -146,6 +146,13 @@ class Worker:
         self._deadline_known = False
         """Whether `_deadline_us` is the next deadline: drivers ask for it several times an event."""
 
+    def snapshot_fields(self) -> dict[str, object]:
+        """Without the deadline that asking for it keeps: it is computed again."""
+        return {name: value for name, value in vars(self).items() if name not in ("_deadline_us", "_deadline_known")}
+
+    def restore_fields(self, fields: dict[str, object]) -> None:
+        vars(self).update(fields, _deadline_us=None, _deadline_known=False)
+
     def handle(self, event: Event, now_us: int) -> list[Effect]:
         self._now_us = now_us
         self._deadline_known = False

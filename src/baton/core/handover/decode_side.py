@@ -392,7 +392,7 @@ def _commit_error(submission: Submission, commit: Commit, digest: bytes, vocabul
     if commit.prompt_digest != digest:
         return "the KV is of another prompt, tenant or model"
     if not 0 <= commit.token < vocabulary:
-        return f"there is no token {commit.token}"
+        return "its first token is not in the vocabulary"
     if submission.sampling.logprobs is not None and commit.logprobs is None:
         return "the log-probabilities of its first token are missing"
     return None

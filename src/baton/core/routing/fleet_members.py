@@ -183,7 +183,10 @@ class FleetMembers:
                 f"model is {its}, and that of this fleet {ours}"
             )
         if facts.vocabulary != model.vocabulary:
-            return JoinRejection(f"its vocabulary has {facts.vocabulary} tokens, and that of this fleet {model.vocabulary}")
+            more = facts.vocabulary - model.vocabulary  # which a recording shows; it does not show their sizes
+            return JoinRejection(
+                f"its vocabulary has {abs(more)} {'more' if more > 0 else 'fewer'} ids than that of this fleet"
+            )
         if facts.block_size != model.block_size:
             return JoinRejection(f"its blocks have {facts.block_size} tokens, and those of this fleet {model.block_size}")
         return None

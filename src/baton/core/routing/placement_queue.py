@@ -22,6 +22,15 @@ class PlacementQueue:
         self._entries = 0
         self.count = 0
 
+    def snapshot_fields(self) -> dict[str, object]:
+        """Without void entries, in order: which void entries are left, and the order in a heap, depend on who asked when."""
+        later = sorted(item for item in self._later if item[2].entry == item[1])
+        ready = sorted(item for item in self._ready if item[5].entry == item[4])
+        return {**vars(self), "_later": later, "_ready": ready}
+
+    def restore_fields(self, fields: dict[str, object]) -> None:
+        vars(self).update(fields)
+
     def enter(self, choice: RoutedChoice, due_us: int) -> None:
         self._entries += 1
         choice.entry, choice.due_us = self._entries, due_us
