@@ -160,6 +160,10 @@ def first_difference(one: bytes, other: bytes) -> str:
     return f"{len(ours)} and {len(its)} objects"
 
 
+_BY_REFERENCE: set[type] = set()
+"""Classes of which an object was written by reference: of another object of the class, no other question is asked."""
+
+
 # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -187,6 +191,8 @@ class ValueEncoder:
             return self._scalar(value, mark)
         if kind is tuple:
             return [Kind.TUPLE, *[self._value(item, mark) for item in value]]
+        if kind in _BY_REFERENCE:
+            return self._reference(value, mark)
         if value is _ABSENT:
             return [Kind.ABSENT]
         if isinstance(value, enum.Enum):
@@ -207,6 +213,7 @@ class ValueEncoder:
             return [Kind.FUNCTION, _checked_module(value.__module__), value.__qualname__]
         if isinstance(value, type):
             return [Kind.CLASS, self._class_of(value, ())]
+        _BY_REFERENCE.add(kind)
         return self._reference(value, mark)
 
     def _reference(self, value: object, mark: object) -> list[Any]:
