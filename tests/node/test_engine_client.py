@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,29 @@ async def test_a_step_that_does_not_end_kills_the_engine_ends_its_requests_and_i
     finally:
         await hung.close()
     assert events_of(tmp_path)[:2] == ["Submit", "Tick"]
+
+
+async def test_closing_waits_while_a_stalled_engine_writes_its_last_decisions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = EngineSettings(endpoint="", model_folder=None, prefix_secret=b"x" * 32, step_ms=3_600_000.0)
+    hung = EngineClient(replace(settings, stall_us=1_000_000, record_folder=str(tmp_path)))
+    written, process = asyncio.Event(), hung._process
+
+    async def recorded(_: object) -> None:
+        await written.wait()
+
+    monkeypatch.setattr(process, "_recorded", recorded)
+    await hung.start()
+    await hung.wait_ready()
+    process._progress.ready(0, monotonic_us())  # as if its first step had been a short one
+    await hung.submit([ask()])
+    await hung.wait_dead()
+    closing = asyncio.create_task(hung.close())
+    done, _ = await asyncio.wait((closing,), timeout=0.5)
+    assert not done, "the engine would end with its standard input"
+    written.set()
+    await closing
 
 
 async def test_a_group_too_large_for_one_message_is_refused_and_the_engine_lives(

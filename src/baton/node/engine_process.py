@@ -34,8 +34,9 @@ from baton.wire.engine_messages import FromEngine, ReadyMessage, decode_beat, de
 log = logging.getLogger("baton.engine")
 
 KILL_AFTER_S = 5.0
-RECORDED_WITHIN_S = 5.0
-"""Seconds that a stalled engine has for writing its last decisions. Its requests have ended by then."""
+RECORDED_WITHIN_S = 20.0
+"""Seconds that a stalled engine has for writing its last decisions: two full segments take seconds, and more on a busy
+machine. Its requests have ended by then."""
 LOOK_FOR_RECORD_S = 0.02
 
 
@@ -59,6 +60,9 @@ class EngineProcess:
         self._beats: asyncio.DatagramTransport | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._is_ready = False
+        self._may_stop = asyncio.Event()
+        """Not set while a stalled engine writes its last decisions."""
+        self._may_stop.set()
         self._stopping = False
 
     async def start(self) -> None:
@@ -83,6 +87,7 @@ class EngineProcess:
     async def close(self) -> None:
         """Stop the process, by force after KILL_AFTER_S, and release socket and folder."""
         self._stopping = True
+        await self._may_stop.wait()
         if self._process is not None:
             await _stop(self._process)
         for task in self._tasks:
@@ -154,7 +159,11 @@ class EngineProcess:
         log.error("the engine is stalled: %s", stall)
         self._on_end(f"it stalled and was killed: {stall}")
         self._stopping = True  # its exit is no further news
-        await self._recorded(process)
+        self._may_stop.clear()
+        try:
+            await self._recorded(process)
+        finally:
+            self._may_stop.set()
         if process.returncode is None:
             process.kill()  # also ends a process that is stopped
 
