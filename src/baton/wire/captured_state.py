@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import gc
 import operator
 import typing
 from collections import defaultdict, deque
@@ -134,7 +135,13 @@ class CapturedState:
 def capture(root: object, previous: CapturedState | None = None) -> CapturedState:
     """`previous`: of the same object earlier; what was found in it is not looked for again. Raises CannotSnapshot."""
     state = CapturedState(root, frozenset() if previous is None else previous.plain_lists)
-    state.take()
+    collects = gc.isenabled()
+    gc.disable()  # thousands of small objects at once would set it off, and all of them stay
+    try:
+        state.take()
+    finally:
+        if collects:
+            gc.enable()
     return state
 
 

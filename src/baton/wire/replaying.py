@@ -42,6 +42,22 @@ class ReplayedCall:
     """How the recorded result differs, or which invariant broke; None: neither."""
 
 
+class CallOutcome:
+    """The result of a call. Whatever the call raises is one too, and is compared with what was recorded."""
+
+    def __init__(self) -> None:
+        self.result: Any = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self.result = Raised(type(error).__name__, str(error))
+        return True
+
+
 class Replay:
     def __init__(self, recording: Recording, with_laws: bool = True) -> None:
         """`with_laws`: check the invariants of an engine after each call."""
@@ -109,10 +125,10 @@ class Replay:
         return None
 
     def _result(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        try:
-            return getattr(self._object, method)(*arguments)
-        except Exception as error:  # noqa: BLE001  whatever was raised may have been recorded, and is compared with that
-            return Raised(type(error).__name__, str(error))
+        outcome = CallOutcome()
+        with outcome:
+            outcome.result = getattr(self._object, method)(*arguments)
+        return outcome.result
 
 
 def _difference(call: EncodedCall, result: Any, hashes: int) -> str | None:
