@@ -143,7 +143,6 @@ class BlocksOnArrival(PrefillsWithBlocks):
 
     def __init__(self, parts: GeneralSchedulerParts, output_tokens: int, limit_tokens: int) -> None:
         super().__init__(parts.running, parts.lookup, parts.billing, parts.restoring)
-        self._queue = parts.queue
         self._output_tokens = output_tokens
         self._limit_tokens = limit_tokens
         self._idle: dict[int, None] = {}
@@ -154,7 +153,7 @@ class BlocksOnArrival(PrefillsWithBlocks):
     def hold(self, submission: Submission, keys: list[Key], limit: int, now_us: int) -> Serial | None:
         running, slots, size = self._running, self._running.slots, self._running.config.block_size
         running.now_us = now_us
-        if not slots.has_room or len(self._queue):  # a preempted prefill comes first
+        if not slots.has_room:
             return None
         request = running.new_request(submission, keys, limit + self._limit_tokens)
         hit = self._lookup.find(request)

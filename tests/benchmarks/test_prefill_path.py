@@ -17,7 +17,6 @@ from benchmarks.jobs import JobFailed, run_jobs
 from benchmarks.prefill_path import (
     PATHS,
     REPORTED,
-    WASTEFUL,
     ChargedStepTimes,
     PathJob,
     PathKind,
@@ -121,15 +120,6 @@ def test_each_waste_does_what_it_says(trace: Path) -> None:
     assert outputs.giver_held_peak > general.giver_held_peak
     assert lost.wait.transfer_s > general.wait.transfer_s
     assert general.prefills_preempted == 0
-
-
-def test_all_wastes_together_cost_more_than_the_costliest_alone(trace: Path) -> None:
-    """A preempted prefill comes back with the blocks of its outputs, and before those that arrived after it."""
-    alone = [run_path(PathJob(crowded(trace), kind, 0)) for kind in WASTEFUL if kind is not PathKind.ALL]
-    together = run_path(PathJob(crowded(trace), PathKind.ALL, 0))
-    assert together.prefills_preempted > 0
-    assert together.total_s >= max(run.total_s for run in alone)
-    assert together.ttft_s.mean >= max(run.ttft_s.mean for run in alone)
 
 
 def test_a_pass_that_does_not_overlap_costs_its_time(trace: Path) -> None:
