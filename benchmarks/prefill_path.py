@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 from typing import Annotated
 
 import msgspec
@@ -119,7 +119,10 @@ REPORTED = {
 
 class PathOptions(msgspec.Struct, frozen=True):
     trace: str
-    seeds: int = 3
+    seeds: int = 6
+    """Draws of sessions for the two paths."""
+    waste_seeds: int = 2
+    """The first of these draws, for the wasteful runs."""
     sessions: int = 78
     clients: int = 39
     rounds: int = ROUNDS
@@ -217,9 +220,9 @@ class PathReport(msgspec.Struct, frozen=True):
         return sorted((run for run in self.runs if run.kind is kind), key=lambda run: run.seed)
 
     def changes(self, name: str, before: PathKind, after: PathKind = PathKind.SHORT) -> list[float]:
-        """Relative change from one kind to another, by seed."""
-        pairs = zip(self.of(before), self.of(after), strict=True)
-        return [new.figure(name) / old.figure(name) - 1.0 for old, new in pairs]
+        """Relative change from one kind to another on each seed that both met."""
+        new = {run.seed: run for run in self.of(after)}
+        return [new[old.seed].figure(name) / old.figure(name) - 1.0 for old in self.of(before) if old.seed in new]
 
     def change(self, name: str, before: PathKind, after: PathKind = PathKind.SHORT) -> float:
         """Mean of the seeds."""
@@ -237,7 +240,13 @@ class Paths:
 
     @property
     def runs(self) -> int:
-        return 1 + len(PathKind) * self._options.seeds
+        return 1 + len(self._wanted())
+
+    def _wanted(self) -> list[tuple[PathKind, int]]:
+        options = self._options
+        return [
+            (kind, seed) for seed in range(options.seeds) for kind in PathKind if kind in PATHS or seed < options.waste_seeds
+        ]
 
     def run(self, progress: Progress, processes: int) -> PathReport:
         metered = self._meter(progress)
@@ -250,10 +259,7 @@ class Paths:
         charge = dict.fromkeys(PathKind, 0.0) | {PathKind.LOSSY: lost_us}
         charge |= dict.fromkeys((PathKind.NO_OVERLAP, PathKind.ALL), passes[PathKind.GENERAL].us)
         jobs = [
-            PathJob(self._options, kind, seed, charge[kind])
-            for seed in range(self._options.seeds)
-            for kind in PathKind
-            if seed or kind not in metered
+            PathJob(self._options, kind, seed, charge[kind]) for kind, seed in self._wanted() if seed or kind not in metered
         ]
         runs = run_jobs("prefill-path", jobs, PathRun, lambda _run: progress.done(), processes)
         return self._report(passes, lost_us, [*metered.values(), *runs])
@@ -431,7 +437,8 @@ def _passes(record: RunRecord) -> PathPasses:
 # ── the command ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-Seeds = Annotated[int, typer.Option(min=1, max=1000, help="Draws of sessions; every run meets each.")]
+Seeds = Annotated[int, typer.Option(min=1, max=1000, help="Draws of sessions; both paths meet each.")]
+WasteSeeds = Annotated[int, typer.Option(min=1, max=1000, help="The first of these draws, met by the wasteful runs too.")]
 SessionCount = Annotated[int, typer.Option("--sessions", min=1, max=10_000, help="Sessions of many rounds.")]
 Clients = Annotated[int, typer.Option("--concurrency", min=1, max=10_000, help="Clients at once.")]
 Rounds = Annotated[int, typer.Option(min=2, max=1000, help="Mean rounds of a session.")]
@@ -446,7 +453,8 @@ GiverBlocks = Annotated[
 def prefill_path(
     trace: ConversationFile = None,
     traces: ShareGptFolder = None,
-    seeds: Seeds = 3,
+    seeds: Seeds = 6,
+    waste_seeds: WasteSeeds = 2,
     sessions: SessionCount = 78,
     concurrency: Clients = 39,
     rounds: Rounds = ROUNDS,
@@ -468,6 +476,7 @@ def prefill_path(
         options = PathOptions(
             trace=str(find_conversations(trace, traces)),
             seeds=seeds,
+            waste_seeds=waste_seeds,
             sessions=sessions,
             clients=concurrency,
             rounds=rounds,
@@ -505,10 +514,11 @@ def show(console: Console, report: PathReport) -> None:
 
 
 def _figures(report: PathReport) -> Table:
-    settings, seeds = report.settings, len(report.of(PathKind.SHORT))
+    settings, seeds, few = report.settings, len(report.of(PathKind.SHORT)), len(report.of(PathKind.ALL))
     table = Table(
         title=f"{settings['givers']}P{settings['takers']}D, {settings['clients']} clients, {settings['sessions']} sessions, "
-        f"{seeds} seeds: mean of the seeds; at the right the change from each to the short path (least – most)",
+        f"{seeds} seeds ({few} for the wastes): mean of the seeds; "
+        f"at the right the change from each to the short path (least – most)",
         title_justify="left",
     )
     for name in ("", "total s", "TTFT mean s", "P90 s", "P90/mean", *FIGURES):
@@ -582,9 +592,12 @@ def _changes(report: PathReport, before: PathKind) -> str:
 
 
 def _judged(report: PathReport) -> str:
-    change = report.change("total_s", PathKind.GENERAL)
+    changes = report.changes("total_s", PathKind.GENERAL)
+    change, error = mean(changes), stdev(changes) / len(changes) ** 0.5 if len(changes) > 1 else 0.0
     if abs(change) < SMALL:
         return f"no difference to speak of (under {SMALL:.1%} of the total time)"
+    if abs(change) < 2 * error:
+        return f"no difference that these seeds show (total time {_spread(changes)}, standard error {error:.1%})"
     return f"it is {'faster' if change < 0 else 'SLOWER'}"
 
 

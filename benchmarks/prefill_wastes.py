@@ -80,7 +80,10 @@ class WastefulParts(GeneralSchedulerParts):
         self._output_tokens = output_tokens
         arrives = Waste.OUTPUTS in wastes
         self.taken_tokens = output_tokens if arrives else 0
-        if Waste.PREEMPTED in wastes and not arrives:
+        if arrives:
+            self.chunks = PrefillsAndOutputs(self.running, output_tokens)
+            self.admission = AdmissionWithOutputs(self, output_tokens)
+        elif Waste.PREEMPTED in wastes:
             self.chunks = ChunkwisePrefills(self.running)
             self.admission = FirstChunkAdmission(self.running, self.lookup, self.promises, self.chunks, self.billing)
 
@@ -140,6 +143,7 @@ class BlocksOnArrival(PrefillsWithBlocks):
 
     def __init__(self, parts: GeneralSchedulerParts, output_tokens: int, limit_tokens: int) -> None:
         super().__init__(parts.running, parts.lookup, parts.billing, parts.restoring)
+        self._queue = parts.queue
         self._output_tokens = output_tokens
         self._limit_tokens = limit_tokens
         self._idle: dict[int, None] = {}
@@ -150,7 +154,7 @@ class BlocksOnArrival(PrefillsWithBlocks):
     def hold(self, submission: Submission, keys: list[Key], limit: int, now_us: int) -> Serial | None:
         running, slots, size = self._running, self._running.slots, self._running.config.block_size
         running.now_us = now_us
-        if not slots.has_room:
+        if not slots.has_room or len(self._queue):  # a preempted prefill comes first
             return None
         request = running.new_request(submission, keys, limit + self._limit_tokens)
         hit = self._lookup.find(request)
@@ -249,6 +253,29 @@ class PreemptingPrefills(GatedPrefills):
         self._pressure.preemptions_for_others += 1
         request.pinned = False  # what of it was sent has arrived; the rest is sent when it is computed again
         self._running.order_stop(request, Move.ORDER_STOP)
+
+
+class PrefillsAndOutputs(PrefillChunks):
+    """Takes the blocks of prompt and outputs with the first chunk, for a preempted prefill that comes back."""
+
+    def __init__(self, running: RunningSet, output_tokens: int) -> None:
+        super().__init__(running)
+        self._output_tokens = output_tokens
+
+    def _grow_to(self, step: StepBuilder, slot: int, tokens: int) -> None:
+        super()._grow_to(step, slot, tokens + self._output_tokens)
+
+
+class AdmissionWithOutputs(Admission):
+    """Looks whether prompt and outputs of a preempted prefill fit again."""
+
+    def __init__(self, parts: GeneralSchedulerParts, output_tokens: int) -> None:
+        super().__init__(parts.running, parts.lookup, parts.promises, parts.chunks, parts.billing)
+        self._output_tokens = output_tokens
+
+    def blocks_needed(self, request: Request, protected: bool, hit: PrefixHit) -> int:
+        del protected
+        return self._lookup.blocks_to_take(request.tokens_at_start + self._output_tokens, hit)
 
 
 class ChunkwisePrefills(PrefillChunks):

@@ -98,7 +98,7 @@ def test_segments_that_cannot_be_written_in_time_are_left_out_and_said(
     monkeypatch.setattr(recording, "FLUSH_S", 1000.0)
     monkeypatch.setattr(recording, "FlightRecorder", lambda *parts: FlightRecorder(*parts, 20 * CALL_BYTES))
     driver, recorder = recorded(RecordSettings(record=str(tmp_path / "all.baton")))
-    load(driver, 40)
+    load(driver, 120)
     recorder.close()
     replay = Replay(Recording((tmp_path / "all.baton").read_bytes()))
     assert not [call for call in replay.steps() if call.difference]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +130,7 @@ class FewStops(ScriptedExecutor):
     def collect(self) -> Any:
         result = super().collect()
         tokens = FIRST_REAL + result.tokens % (REAL_END - FIRST_REAL)
-        return replace(result, tokens=tokens.astype(np.int32))
+        return msgspec.structs.replace(result, tokens=tokens.astype(np.int32))
 
 
 def test_an_engines_recording_has_no_real_token_id_salt_or_secret_unless_asked_for() -> None:
@@ -281,7 +280,7 @@ def test_two_segments_are_kept_and_the_size_is_bounded() -> None:
     assert len(opened) > 2
     older, newer = recorder.segments()
     for segment in (older, newer):
-        assert len(segment.calls) <= 1 + max(50, SNAPSHOTS * len(segment.snapshot) / CALL_BYTES)
+        assert len(segment.calls) <= 1 + max(50, SNAPSHOTS * segment.state.estimated_bytes / CALL_BYTES)
     assert not differences(file_of(recorder))
 
 

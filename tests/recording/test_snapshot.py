@@ -20,6 +20,7 @@ from baton.core.engine.records import Request
 from baton.core.engine.request import NO_TOKENS, Phase, RequestId, Sampling, Serial, Submission, frozen_tokens
 from baton.core.engine.waiting_queue import WaitingQueue
 from baton.core.engine.worker import Tick, Worker
+from baton.wire.captured_state import capture, encode_state
 from baton.wire.snapshot import (
     FORMAT,
     BadSnapshot,
@@ -186,6 +187,61 @@ def test_a_restored_worker_decides_as_the_live_one(config: WorkerConfig, seed: i
     machine.driver.run()
     del live.handle
     assert state_of(twin) == state_of(live)
+
+
+@settings(max_examples=15, deadline=None)
+@given(shapes(), st.integers(0, 1 << 30), st.integers(1, 120))
+def test_a_captured_state_stays_as_it_was(config: WorkerConfig, seed: int, after: int) -> None:
+    machine = Machine(config, seed, Counter())
+    previous = capture(machine.driver.worker)
+    for _ in range(after):
+        machine.event(machine.draws.random())
+    then, state = snapshot(machine.driver.worker), capture(machine.driver.worker, previous)
+    for _ in range(60):
+        machine.event(machine.draws.random())
+    machine.driver.run()
+    assert encode_state(state) == then
+    assert snapshot(machine.driver.worker) != then
+
+
+def test_all_that_can_change_is_captured() -> None:
+    one, array, heap = request(1), np.zeros(3, np.int32), [(number, number) for number in range(2000)]
+    view = array[:2]
+    view.setflags(write=False)
+    root = [
+        [1, [2]], {1: [3]}, deque([[4]], maxlen=3), {5}, bytearray(b"6"), (7, [8]), [(9, one)], array, view, heap,
+        defaultdict(None, {1: [10]}), Counter("a"), OrderedDict({1: {2: [11]}}), {"of": root_values}.values,
+    ]  # fmt: skip
+    then, state = snapshot(root), capture(root)
+    root[0][1].append(0)
+    root[1][1].append(0)
+    root[2][0].append(0)
+    root[3].add(0)
+    root[4].append(0)
+    root[5][1].append(0)
+    one.keys.append(b"new")
+    one.epoch = 5
+    array[:] = 1
+    heap[7] = (0, 0)
+    root[10][1].append(0)
+    root[11]["b"] = 5
+    root[12][1][2].append(0)
+    root_values.append(0)
+    root.append(0)
+    assert encode_state(state) == then
+    root_values.clear()
+
+
+root_values: list[int] = []
+
+
+def test_a_list_that_was_plain_and_is_not_any_more_is_no_snapshot() -> None:
+    numbers: list[Any] = list(range(2000))
+    previous = capture([numbers])
+    numbers.append([1])
+    with pytest.raises(CannotSnapshot, match="not captured"):
+        encode_state(capture([numbers], previous))
+    assert encode_state(capture([numbers])) == snapshot([numbers])
 
 
 def test_a_snapshot_of_idle_slots_does_not_grow_with_the_longest_sequence() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -364,7 +364,7 @@ def trust_a_full_hit(patch: Patch) -> None:
     def find(self: PrefixLookup, request: Request) -> PrefixHit:
         hit = find_then(self, request)
         whole = hit.copy_from is None and hit.computed and hit.computed == request.tokens_at_start - 1
-        return replace(hit, computed=hit.computed - 1) if whole else hit
+        return msgspec.structs.replace(hit, computed=hit.computed - 1) if whole else hit
 
     patch.set("PrefixLookup.find", find)
 
@@ -411,7 +411,7 @@ def end_a_request_twice(patch: Patch) -> None:
 
     def settle(self: StepSettling, result: StepResult) -> Settled:
         settled = settle_then(self, result)
-        return replace(settled, ended=tuple(ended for ended in settled.ended for _ in range(2)))
+        return msgspec.structs.replace(settled, ended=tuple(ended for ended in settled.ended for _ in range(2)))
 
     patch.set("StepSettling.settle", settle)
 

@@ -489,7 +489,7 @@ def lose_the_first_token(patch: Patch) -> None:
     def adopt(self: ArrivingRows, serial: Serial, commit: Commit, now_us: int) -> Settled:
         settled = adopt_then(self, serial, commit, now_us)
         nothing = np.empty(0, dtype=np.int32)
-        return replace(settled, serials=settled.serials[:0], counts=nothing, tokens=nothing)
+        return msgspec.structs.replace(settled, serials=settled.serials[:0], counts=nothing, tokens=nothing)
 
     patch.set("ArrivingRows.adopt", adopt)
 
@@ -500,7 +500,7 @@ def deliver_the_first_token_twice(patch: Patch) -> None:
 
     def adopt(self: ArrivingRows, serial: Serial, commit: Commit, now_us: int) -> Settled:
         settled = adopt_then(self, serial, commit, now_us)
-        return replace(settled, counts=settled.counts * 2, tokens=np.repeat(settled.tokens, 2))
+        return msgspec.structs.replace(settled, counts=settled.counts * 2, tokens=np.repeat(settled.tokens, 2))
 
     patch.set("ArrivingRows.adopt", adopt)
 

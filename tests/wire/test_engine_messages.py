@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import msgspec
 import numpy as np
 import pytest
@@ -113,7 +111,9 @@ def test_log_probabilities_are_the_same_on_the_wire_whatever_numbers_an_executor
     narrow = _settled().logprobs[0]
     wide = Logprobs(narrow.row, narrow.chosen.astype(np.float64), narrow.top_ids.astype(np.int64), narrow.top.astype(">f8"))
     frames = [
-        messages.encode_from_engine(messages.step_output(replace(_settled(), logprobs=(line,)), GAUGES, DraftGauges()))
+        messages.encode_from_engine(
+            messages.step_output(msgspec.structs.replace(_settled(), logprobs=(line,)), GAUGES, DraftGauges())
+        )
         for line in (narrow, wide)
     ]
     assert frames[0] == frames[1]

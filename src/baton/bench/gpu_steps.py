@@ -11,9 +11,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 
 from baton.bench.gpu_report import middle
@@ -156,11 +157,11 @@ class SharedPool:
         self._held.update((start.slot, start.epoch) for start in plan.starts)
         self._asked.append(plan.step)
         self._step += 1
-        self.inner.launch(replace(plan, step=self._step, base_step=self._step - 1))
+        self.inner.launch(msgspec.structs.replace(plan, step=self._step, base_step=self._step - 1))
 
     def collect(self) -> StepResult:
         result = self.inner.collect()
-        return replace(result, step=self._asked.popleft())
+        return msgspec.structs.replace(result, step=self._asked.popleft())
 
     def clear(self) -> None:
         """Stop every sequence that the last driver left."""

@@ -89,6 +89,9 @@ class _Slot:
     limit: int
     sampling: Sampling
     table: list[int]
+    read: bytes = b""
+    """The cells that the last draw has read, and their sum."""
+    total: int = 0
 
     def place(self, block: int, at: int) -> None:
         if at != len(self.table):
@@ -218,10 +221,22 @@ class ScriptedExecutor:
         length = len(slot.tokens)
         used = slot.table[: -(-length // self.shape.block_size)]
         cells = self._cells[used].reshape(-1)[:length]
-        total = int(_mix_array(cells ^ self._salts[:length]).sum(dtype=np.uint64))
+        total = self._sum_of(slot, cells)
         if self._layers > 1 and not self._layers_agree(used, cells):
             total ^= _ODD_C
         return _draw(total, slot.sampling, length - slot.prompt_tokens, self.vocabulary)
+
+    def _sum_of(self, slot: _Slot, cells: npt.NDArray[np.uint64]) -> int:
+        """The sum over all cells, which were read back: those that are as they were at the last draw count as they did."""
+        read, total, known = cells.tobytes(), slot.total, len(slot.read) // cells.itemsize
+        if known and read.startswith(slot.read):
+            for position, cell in enumerate(cells[known:].tolist(), start=known):
+                total += _summand(cell, position)
+            total &= _MASK
+        else:
+            total = int(np.add.reduce(_mix_array(cells ^ self._salts[: len(cells)])))
+        slot.read, slot.total = read, total
+        return total
 
     def _layers_agree(self, used: list[int], cells: npt.NDArray[np.uint64]) -> bool:
         above = self._pool[used, 1:].transpose(1, 0, 2).reshape(self._layers - 1, -1)[:, : len(cells)]

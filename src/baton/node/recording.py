@@ -173,7 +173,7 @@ class AllDecisionsWriter:
         self._file.write(write_header(header))
         self._waiting.append(recorder.newer)
         recorder.on_open = self._waiting.append
-        self._file.write(write_snapshot(recorder.newer.snapshot, mask))
+        self._file.write(write_snapshot(recorder.newer.state, mask))
         self._thread.start()
 
     def close(self) -> None:
@@ -215,7 +215,7 @@ class AllDecisionsWriter:
             if left_out:
                 log.warning("%d decisions are left out of the recording: they come faster than they are written", left_out)
                 yield write_gap(left_out)
-            yield write_snapshot(self._waiting[0].snapshot, self._mask)
+            yield write_snapshot(self._waiting[0].state, self._mask)
 
 
 def _private(path: str, flags: int) -> int:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from baton.core.engine.plan import StepPlan, StepResult
@@ -136,7 +136,7 @@ class SimulatedDevice:
         row = self._stream.randrange(len(result.slots))
         known = result.known.copy()
         known[row] += self._stream.choice((-1, 1))
-        return replace(result, known=known)
+        return msgspec.structs.replace(result, known=known)
 
 
 class _Contexts:

@@ -39,7 +39,6 @@ STANDSTILL_US = 4_000_000
 """While a client waits, this long with nothing but heartbeats is a deadlock. A stopped engine is killed after 3 s."""
 PEER_DEAD_US = 3_000_000
 """This long after an instance died, its peers may hold nothing for it."""
-UNBOUNDED = 1 << 30
 FRAME_ALLOWANCE = 1 << 16
 """A frame may begin just before its line is full, and signs of life are sent all the same."""
 SUSPECTED_WITHIN_US = 200_000
@@ -50,7 +49,7 @@ class FuzzedWorld:
     def __init__(self, scenario: Scenario, *, tell_story: bool = False, always_audit: bool = False) -> None:
         self.scenario = scenario
         self.world = World(scenario.seed, events_max=EVENTS_MAX, tell_story=tell_story)
-        line_max = scenario.line.window_bytes + FRAME_ALLOWANCE if scenario.router is None else UNBOUNDED
+        line_max = scenario.line.window_bytes + FRAME_ALLOWANCE if scenario.router is None else None
         self.checker = LawChecker(self.world, self, VOCABULARY, line_max, always_audit)
         line = scenario.line
         self.network = SimulatedNetwork(

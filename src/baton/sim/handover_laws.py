@@ -62,6 +62,7 @@ from baton.sim.law_names import (
 PASS_US = 1_000
 """Allowance for the time between two passes of a worker."""
 _OF_PEERS = frozenset(get_args(PeerEvent))
+_LETS_GO = frozenset((Cancel, StopAt, FrontEndLost, PeerLost, Heard))
 _first = itemgetter(0)
 
 
@@ -110,7 +111,7 @@ class HandoverLaws:
 
     @property
     def leased_blocks(self) -> int:
-        return sum(len(lease.blocks) for lease in self._leases.values())
+        return sum(len(lease.blocks) for lease in self._leases.values()) if self._leases else 0
 
     @property
     def open(self) -> int:
@@ -123,16 +124,17 @@ class HandoverLaws:
             self._note_event(event, now_us)
         for effect in effects:
             self._note_effect(event, effect, now_us)
-        if isinstance(event, Heard):
+        if type(event) is Heard:
             if isinstance(event.message, Offer):
                 self._answered(event, event.message, effects)
             if self._drains and isinstance(event.message, Ask):
                 self._begins_nothing(event, event.message, effects)
-        if isinstance(event, Drain):
+        if type(event) is Drain:
             self._drains = True
-        self._lets_go(event)
+        if type(event) in _LETS_GO:
+            self._lets_go(event)
         if self._leases or self._asked or self._renewals:
-            self._in_time(isinstance(event, Tick), deadline_us, now_us)
+            self._in_time(type(event) is Tick, deadline_us, now_us)
 
     # ── the record ───────────────────────────────────────────────────────────────────────────────────────────────────────
 

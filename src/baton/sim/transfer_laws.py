@@ -102,6 +102,11 @@ class _Store:
     """Whether one operation was tried again since the back-off ended."""
 
 
+_ENDS = TransferDone, TransferFailed, TransferFenced
+_LETS_GO = Cancel, StopAt, FrontEndLost
+"""Tuples: `isinstance` takes longer for a union."""
+
+
 class TransferLaws:
     def __init__(self, config: WorkerConfig, where: str) -> None:
         self._config: TierConfig = config.tiers
@@ -123,7 +128,7 @@ class TransferLaws:
     @property
     def arriving_blocks(self) -> int:
         """Blocks that open copies write to."""
-        return sum(len(transfer.writes_blocks) for transfer in self._open.values())
+        return sum(len(transfer.writes_blocks) for transfer in self._open.values()) if self._open else 0
 
     def note(
         self,
@@ -135,7 +140,7 @@ class TransferLaws:
         now_us: int,
     ) -> None:
         """Called after each event; `accepted`: serials of accepted requests whose end was not reported."""
-        if isinstance(event, TransferDone | TransferFailed | TransferFenced):
+        if isinstance(event, _ENDS):
             self._ended(behind, event, now_us)
         for effect in effects:
             self._note_effect(effect, now_us)
@@ -143,7 +148,7 @@ class TransferLaws:
         if self._may_depart:
             self._note_departures(behind, event, accepted, now_us)
         if self._open or self._departing:
-            self._in_time(isinstance(event, Tick), deadline_us, now_us)
+            self._in_time(type(event) is Tick, deadline_us, now_us)
 
     # ── the record ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -237,7 +242,7 @@ class TransferLaws:
 
     def _lets_go(self, behind: WorkerView, event: Event) -> None:
         """Check that a copy for a request that is ordered to end is fenced at once; the request ends with it."""
-        if not isinstance(event, Cancel | StopAt | FrontEndLost):
+        if not isinstance(event, _LETS_GO):
             return
         for transfer, serial in behind.loads():
             if isinstance(event, FrontEndLost) or serial == event.serial:

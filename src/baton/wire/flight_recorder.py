@@ -4,9 +4,9 @@
     effects = recorder.call("handle", worker.handle, event, now_us)     instead of worker.handle(event, now_us)
     recorder.segments()                                                 what a file is written of
 
-Two segments are kept, each opened by a snapshot. When the newer one is full, the older one is dropped. Calls are kept by
-reference and encoded only when a file is written: events and effects do not change after they were handed over. Has no
-clock, thread or file.
+Two segments are kept, each opened by a copy of the state. When the newer one is full, the older one is dropped. Calls are
+kept by reference, and all is encoded only when a file is written: events and effects do not change after they were handed
+over. Has no clock, thread or file.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 from baton.core.content_hashes import ContentHashes
-from baton.wire.snapshot import CannotSnapshot, snapshot
+from baton.wire.captured_state import CapturedState, capture
+from baton.wire.snapshot import CannotSnapshot
 
 SEGMENT_BYTES = 32 << 20
 """Estimated size of the calls of a segment. Two segments are kept."""
 SNAPSHOTS = 4
-"""A segment is at least so many times as large as its snapshot: a larger one takes longer, and is taken more rarely."""
+"""A segment is at least so many times as large as the copy that opens it: a larger one takes longer, and is taken more
+rarely."""
 CALL_BYTES = 800
 """Estimated size of a call without arrays."""
 
@@ -47,7 +49,7 @@ class RecordedCall(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    snapshot: bytes
+    state: CapturedState
     """Of the object before the first call."""
     calls: list[RecordedCall] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
@@ -81,19 +83,19 @@ class FlightRecorder:
         self.stopped: str | None = None
         """Why nothing is recorded any more."""
         self._older: Segment | None = None
-        self.newer = self._new_segment()
+        self.newer = self._new_segment(None)
 
-    def _new_segment(self) -> Segment:
-        segment = Segment(snapshot(self._watched))
+    def _new_segment(self, before: Segment | None) -> Segment:
+        segment = Segment(capture(self._watched, None if before is None else before.state))
         self._hashes.results = segment.hashes
-        self._room = max(self._segment_bytes, SNAPSHOTS * len(segment.snapshot))
+        self._room = max(self._segment_bytes, SNAPSHOTS * segment.state.estimated_bytes)
         return segment
 
     def _rotated(self) -> bool:
         """Open the next segment. Where that cannot be done, recording ends and deciding goes on."""
         if self.stopped is None:
             try:
-                self._older, self.newer = self.newer, self._new_segment()
+                self._older, self.newer = self.newer, self._new_segment(self.newer)
             except CannotSnapshot as error:
                 self.stopped = str(error)
                 self._hashes.results = None

@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from baton.core.content_hashes import ContentHashes
 from baton.core.errors import BatonError
+from baton.wire.captured_state import CapturedState, encode_state
 from baton.wire.flight_recorder import RecordedCall, Segment
 from baton.wire.recording_mask import ARGUMENT_MARKS, RecordingMask
-from baton.wire.snapshot import BadSnapshot, GraphEncoder, encode_arguments, encode_value, restore
+from baton.wire.snapshot import BadSnapshot, encode_arguments, encode_value
 
 MAGIC = b"baton-recording-1\n"
 BODY_BYTES_MAX = 1 << 30
@@ -70,11 +70,8 @@ def write_header(header: RecordingHeader) -> bytes:
     return MAGIC + _frame(RecordingPart.HEADER, header)
 
 
-def write_snapshot(data: bytes, mask: RecordingMask | None) -> bytes:
-    """A frame of a snapshot that `wire.snapshot.snapshot` made in this process."""
-    if mask is not None:
-        data = GraphEncoder(mask).encode(restore(data, ContentHashes(b"")))
-    return _frame(RecordingPart.SNAPSHOT, data)
+def write_snapshot(state: CapturedState, mask: RecordingMask | None) -> bytes:
+    return _frame(RecordingPart.SNAPSHOT, encode_state(state, mask))
 
 
 def write_calls(segment: Segment, begin: int, end: int, mask: RecordingMask | None) -> bytes:
@@ -98,7 +95,7 @@ def write_recording(header: RecordingHeader, segments: Sequence[Segment], mask: 
     """A whole file."""
     parts = [write_header(header)]
     for segment in segments:
-        parts += [write_snapshot(segment.snapshot, mask), write_calls(segment, 0, len(segment.calls), mask)]
+        parts += [write_snapshot(segment.state, mask), write_calls(segment, 0, len(segment.calls), mask)]
     return b"".join(parts)
 
 

@@ -21,7 +21,6 @@ one is read, and bytes that are no snapshot raise BadSnapshot.
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import functools
 import importlib
@@ -49,10 +48,10 @@ BIG_INT_BYTES_MAX = 4096
 
 _INT64_MIN, _INT64_END = -(1 << 63), 1 << 63
 _AS_THEY_ARE = frozenset({type(None), bool, float, str, bytes})
-_SCALARS = frozenset({type(None), bool, int, float, str, bytes})
+SCALARS = frozenset({type(None), bool, int, float, str, bytes})
 _VIEWS = frozenset({"keys", "values", "items", "get"})
 """Methods of built-in containers that an object may keep."""
-_DICTS: tuple[type[dict[Any, Any]], ...] = (dict, OrderedDict, Counter)
+DICTS: tuple[type[dict[Any, Any]], ...] = (dict, OrderedDict, Counter)
 
 
 class BadSnapshot(BatonError):
@@ -161,6 +160,10 @@ def first_difference(one: bytes, other: bytes) -> str:
     return f"{len(ours)} and {len(its)} objects"
 
 
+_BY_REFERENCE: set[type] = set()
+"""Classes of which an object was written by reference: of another object of the class, no other question is asked."""
+
+
 # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -184,17 +187,19 @@ class ValueEncoder:
 
     def _value(self, value: Any, mark: object) -> Any:
         kind = type(value)
-        if kind in _SCALARS:
+        if kind in SCALARS:
             return self._scalar(value, mark)
         if kind is tuple:
             return [Kind.TUPLE, *[self._value(item, mark) for item in value]]
+        if kind in _BY_REFERENCE:
+            return self._reference(value, mark)
         if value is _ABSENT:
             return [Kind.ABSENT]
         if isinstance(value, enum.Enum):
             return [Kind.ENUM, self._class_of(kind, ()), value.name]
         if isinstance(value, tuple):
             names = kind._fields
-            return [Kind.NAMED_TUPLE, self._class_of(kind, names), *self._fields(value, names, mark)]
+            return [Kind.NAMED_TUPLE, self._class_of(kind, names), *self._fields(kind, names, value, mark)]
         if isinstance(value, ContentHashes):
             return [Kind.HASHES]
         if kind is frozenset:
@@ -208,6 +213,7 @@ class ValueEncoder:
             return [Kind.FUNCTION, _checked_module(value.__module__), value.__qualname__]
         if isinstance(value, type):
             return [Kind.CLASS, self._class_of(value, ())]
+        _BY_REFERENCE.add(kind)
         return self._reference(value, mark)
 
     def _reference(self, value: object, mark: object) -> list[Any]:
@@ -226,15 +232,15 @@ class ValueEncoder:
             raise CannotSnapshot(f"{value!r} cannot be in a snapshot")
         return [Kind.METHOD, self._value(owner, None), name]
 
-    def _fields(self, value: object, names: tuple[str, ...], mark: object) -> list[Any]:
-        kind, masking = type(value), self._masking
+    def _fields(self, kind: type, names: tuple[str, ...], items: Iterable[Any], mark: object) -> list[Any]:
+        masking = self._masking
         if masking is None:
             return [
                 item if type(item) in _AS_THEY_ARE or (type(item) is int and _INT64_MIN <= item < _INT64_END)
                 else self._value(item, mark)
-                for item in _items(value, names)
+                for item in items
             ]  # fmt: skip
-        return [self._value(getattr(value, name, _ABSENT), masking.mark_of(kind, name, mark)) for name in names]
+        return [self._value(item, masking.mark_of(kind, name, mark)) for name, item in zip(names, items, strict=True)]
 
     def _class_of(self, kind: type, names: tuple[str, ...]) -> int:
         found = self._classes.get((kind, names))
@@ -248,42 +254,36 @@ class ValueEncoder:
     def _body(self, value: Any, mark: object) -> list[Any]:
         kind = type(value)
         if kind is list:
-            return self._list_body(value, mark)
+            return self._list_body(self._contents_of(value), mark)
         if isinstance(value, dict):
-            return self._dict_body(value, mark)
+            return self._dict_body(self._contents_of(value), mark)
         if kind is np.ndarray:
-            return self._array_body(value, mark)
+            return self._array_body(self._contents_of(value), mark)
         if kind is deque:
-            return [Kind.DEQUE, value.maxlen, *[self._value(item, mark) for item in value]]
+            return [Kind.DEQUE, value.maxlen, *[self._value(item, mark) for item in self._contents_of(value)]]
         if kind is set:
-            return [Kind.SET, *_in_order(self._value(item, mark) for item in value)]
+            return [Kind.SET, *_in_order(self._value(item, mark) for item in self._contents_of(value))]
         if kind is bytearray:
-            return [Kind.BYTE_ARRAY, self._scalar(bytes(value), mark)]
-        if isinstance(value, msgspec.Struct):
-            names = kind.__struct_fields__
-            return [Kind.STRUCT, self._class_of(kind, names), *self._fields(value, names, None)]
-        return self._object_body(value)
-
-    def _object_body(self, value: Any) -> list[Any]:
-        kind: Any = type(value)
-        if _chooses_fields(kind):
-            fields = value.snapshot_fields()
-            marks = [None if self._masking is None else self._masking.mark_of(kind, name, None) for name in fields]
-            written = [self._value(item, mark) for item, mark in zip(fields.values(), marks, strict=True)]
-            return [Kind.OBJECT, self._class_of(kind, tuple(fields)), *written]
-        names = (*_slots_of(kind), *getattr(value, "__dict__", ()))
+            return [Kind.BYTE_ARRAY, self._scalar(bytes(self._contents_of(value)), mark)]
         if not kind.__module__.startswith(MODULES):
             raise CannotSnapshot(f"a {kind.__module__}.{kind.__qualname__} cannot be in a snapshot")
-        return [Kind.OBJECT, self._class_of(kind, names), *self._fields(value, names, None)]
+        captured = self._contents_of(value)
+        names, items = fields_of(value) if captured is value else captured
+        body_kind = Kind.STRUCT if isinstance(value, msgspec.Struct) else Kind.OBJECT
+        return [body_kind, self._class_of(kind, names), *self._fields(kind, names, items, None)]
+
+    def _contents_of(self, value: Any) -> Any:
+        """What is in the object, or was at the moment that is written: the object itself, a copy, or names and fields."""
+        return value
 
     def _list_body(self, items: list[Any], mark: object) -> list[Any]:
         # A pool has lists of as many items as blocks: what is plain is written as it is.
         kinds = set(map(type, items))
-        if kinds <= _SCALARS and _fit(items, kinds):
+        if kinds <= SCALARS and _fit(items, kinds):
             return [Kind.PLAIN_LIST, self._plain(items, mark)]
         if kinds == {tuple}:
             inner = set(map(type, chain.from_iterable(items)))
-            if inner <= _SCALARS and _fit([*chain.from_iterable(items)], inner):
+            if inner <= SCALARS and _fit([*chain.from_iterable(items)], inner):
                 return [Kind.TUPLE_LIST, items if self._masking is None else [self._plain(item, mark) for item in items]]
         return [Kind.LIST, *[self._value(item, mark) for item in items]]
 
@@ -292,13 +292,13 @@ class ValueEncoder:
 
     def _dict_body(self, items: dict[Any, Any], mark: object) -> list[Any]:
         kind = type(items)
-        which: Any = _DICTS.index(kind) if kind in _DICTS else None
+        which: Any = DICTS.index(kind) if kind in DICTS else None
         if kind is defaultdict:
             which = self._value(items.default_factory, None)  # type: ignore[attr-defined]
         elif which is None:
             raise CannotSnapshot(f"a {kind.__module__}.{kind.__qualname__} cannot be in a snapshot")
         kinds = set(map(type, items)) | set(map(type, items.values()))
-        if kinds <= _SCALARS and _fit([*items, *items.values()], kinds):
+        if kinds <= SCALARS and _fit([*items, *items.values()], kinds):
             return [Kind.PLAIN_DICT, which, self._plain(list(items), mark), self._plain(list(items.values()), mark)]
         pairs = [self._value(item, mark) for pair in items.items() for item in pair]
         return [Kind.DICT, which, *pairs]
@@ -316,9 +316,13 @@ class ValueEncoder:
 class GraphEncoder(ValueEncoder):
     """Writes each object once. The bodies are written one after the other, not one within the other: a graph may be deep."""
 
-    def __init__(self, masking: Masking | None, shares_values: bool = True) -> None:
-        """`shares_values`: write values that never change by reference too, so that a prompt is not written twice."""
+    def __init__(
+        self, masking: Masking | None, shares_values: bool = True, contents: Mapping[int, Any] | None = None
+    ) -> None:
+        """`shares_values`: write values that never change by reference too, so that a prompt is not written twice.
+        `contents`: id of an object → what it contained at the moment that is written (`wire/captured_state.py`)."""
         super().__init__(masking)
+        self._contents = contents
         self._shares_values = shares_values
         self._numbers: dict[int, int] = {}
         self._queue: deque[tuple[object, object]] = deque()
@@ -351,6 +355,14 @@ class GraphEncoder(ValueEncoder):
             self._kept.append(value)
             self._queue.append((value, mark))
         return [Kind.REFERENCE, number]
+
+    def _contents_of(self, value: Any) -> Any:
+        if self._contents is None:
+            return value
+        found = self._contents.get(id(value), value)
+        if found is value and not isinstance(value, np.ndarray | msgspec.Struct):  # what never changes is not captured
+            raise CannotSnapshot(f"a {type(value).__qualname__} was not captured")
+        return found
 
     def _is_writeable(self, value: npt.NDArray[Any]) -> bool:
         return bool(value.flags.writeable)
@@ -390,7 +402,7 @@ def _constants(_modules: int) -> dict[int, tuple[str, str]]:
         id(value): (module, name)
         for module, names in sorted(ours, key=lambda pair: pair[0])
         for name, value in names.items()
-        if name.isupper() and type(value) not in _SCALARS and not isinstance(value, tuple | frozenset | type)
+        if name.isupper() and type(value) not in SCALARS and not isinstance(value, tuple | frozenset | type)
     }
 
 
@@ -400,11 +412,26 @@ def _checked_module(module: str) -> str:
     return module
 
 
-def _items(value: object, names: tuple[str, ...]) -> Iterable[Any]:
-    """The values of these attributes. All at once where all are set: this takes most of the time of a snapshot."""
+def fields_of(value: Any) -> tuple[tuple[str, ...], Sequence[Any]]:
+    """Names and values of the fields of an object or a Struct."""
+    kind: Any = type(value)
+    if chooses_fields(kind):
+        fields = value.snapshot_fields()
+        return tuple(fields), [*fields.values()]
+    names = slots_of(kind)
+    items = _slot_items(value, names)
+    own = getattr(value, "__dict__", None)
+    return (names, items) if own is None else ((*names, *own), [*items, *own.values()])
+
+
+def _slot_items(value: object, names: tuple[str, ...]) -> Sequence[Any]:
+    """The values of these attributes. All at once where all are set: this takes much of the time of a snapshot."""
     if len(names) > 1:
-        with contextlib.suppress(AttributeError):
+        try:
             found: tuple[Any, ...] = _getter(names)(value)
+        except AttributeError:
+            pass
+        else:
             return found
     return [getattr(value, name, _ABSENT) for name in names]
 
@@ -415,12 +442,14 @@ def _getter(names: tuple[str, ...]) -> Callable[[object], Any]:
 
 
 @functools.cache
-def _chooses_fields(kind: Any) -> bool:
+def chooses_fields(kind: Any) -> bool:
     return issubclass(kind, HasSnapshotFields)
 
 
 @functools.cache
-def _slots_of(kind: Any) -> tuple[str, ...]:
+def slots_of(kind: Any) -> tuple[str, ...]:
+    if issubclass(kind, msgspec.Struct):
+        return tuple(kind.__struct_fields__)
     named: list[str] = []
     for owner in reversed(kind.__mro__):
         own = owner.__dict__.get("__slots__", ())
@@ -544,7 +573,7 @@ class GraphDecoder:
             case Kind.LIST | Kind.PLAIN_LIST | Kind.TUPLE_LIST:
                 return []
             case Kind.DICT | Kind.PLAIN_DICT:
-                return _DICTS[body[1]]() if type(body[1]) is int else defaultdict(self._factory(body[1]))
+                return DICTS[body[1]]() if type(body[1]) is int else defaultdict(self._factory(body[1]))
             case Kind.SET:
                 return set()
             case Kind.DEQUE:
@@ -599,7 +628,7 @@ class GraphDecoder:
         names = self._classes[body[1]][1]
         fields = {n: self._value(v) for n, v in zip(names, body[2:], strict=True) if v != [Kind.ABSENT]}
         kind: Any = type(made)
-        if _chooses_fields(kind):
+        if chooses_fields(kind):
             made.restore_fields(fields)
             return
         for name, value in fields.items():

@@ -250,6 +250,20 @@ def test_the_whole_token_budget_goes_to_chunks_in_the_order_of_their_grants() ->
     assert chunks == [(0, 0, 32), (0, 32, 40), (1, 0, 24), (1, 24, 40), (2, 0, 16), (2, 16, 40)]
 
 
+@pytest.mark.parametrize("path", PrefillPath)
+def test_only_tokens_that_are_not_cached_count_as_work_ahead(path: PrefillPath) -> None:
+    """On both paths: else one of them offers fewer requests ahead, and fills its steps less."""
+    config = prefill_config(prefill_path=path)
+    scheduler, held = prefill_scheduler(config, PrefixIndex(b"", b"", config.blocks))
+    asked = submission(list(range(40)))
+    keys, cached = scheduler.keys_of(asked, asked.prompt), scheduler.pool.take(8)
+    scheduler.pool.publish(keys[1:9], keys[:8], cached.tolist())
+    scheduler.pool.drop(cached)
+    serial = held.hold(asked, keys, 41, 0)
+    assert serial is not None
+    assert scheduler.unplanned(serial) == 40 - 8 * config.block_size
+
+
 def test_a_state_refuses_moves_that_its_table_does_not_have() -> None:
     taker, giver = StateMachine(DECODE_TRANSITIONS, "a hand-over"), StateMachine(PREFILL_TRANSITIONS, "a hand-over")
     with pytest.raises(IllegalTransition, match="a hand-over in ASKED cannot take the move COMMIT"):

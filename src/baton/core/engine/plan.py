@@ -19,7 +19,7 @@ there; what is written to them for a draft that proves wrong is no KV. Tokens pa
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -80,21 +80,20 @@ class Chunk(NamedTuple):
     samples: bool
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(Struct, frozen=True):
     step: int
     base_step: int
     """The step that this delta builds on; an executor that last ran another step must refuse it."""
     stops: tuple[Stop, ...] = ()
     copies: tuple[Copy, ...] = ()
     starts: tuple[Start, ...] = ()
-    grow_slots: Int32s = field(default_factory=lambda: NO_INT32S)
+    grow_slots: Int32s = NO_INT32S
     """Row i: entry `grow_at[i]` of the table of `grow_slots[i]` becomes `grow_blocks[i]`."""
-    grow_at: Int32s = field(default_factory=lambda: NO_INT32S)
-    grow_blocks: Int32s = field(default_factory=lambda: NO_INT32S)
+    grow_at: Int32s = NO_INT32S
+    grow_blocks: Int32s = NO_INT32S
     chunks: tuple[Chunk, ...] = ()
-    decode_slots: Int32s = field(default_factory=lambda: NO_INT32S)
-    decode_epochs: Int64s = field(default_factory=lambda: NO_INT64S)
+    decode_slots: Int32s = NO_INT32S
+    decode_epochs: Int64s = NO_INT64S
 
     @property
     def tokens(self) -> int:
@@ -126,8 +125,7 @@ class Logprobs(Struct, array_like=True, frozen=True, forbid_unknown_fields=True,
     """[tokens, alternatives]"""
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(Struct, frozen=True):
     """One row for each stop, chunk and decode of the plan, in that order."""
 
     step: int
@@ -141,7 +139,7 @@ class StepResult:
     known: Int64s
     """Tokens that the executor knows for the slot after this step; the scheduler checks that it agrees."""
     logprobs: tuple[Logprobs, ...] = ()
-    drafted: Int32s = field(default_factory=lambda: NO_INT32S)
+    drafted: Int32s = NO_INT32S
     """Drafts fed for each row; empty from an executor without drafts."""
 
     @property

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from msgspec import Struct
+
 from baton.core.engine.ended import Bill, EndedRequest, StartedRequest
 from baton.core.engine.plan import NO_INT32S, NO_INT64S, Int32s, Int64s, Logprobs
 from baton.core.engine.prefix import Key
@@ -71,8 +73,7 @@ class Request:
         return len(self.outputs) == len(self.submission.generated)
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixHit:
+class PrefixHit(Struct, frozen=True):
     """Tokens a starting request need not compute: whole cached blocks, then part of a sibling's last block."""
 
     blocks: Int32s
@@ -80,8 +81,7 @@ class PrefixHit:
     computed: int
 
 
-@dataclass(frozen=True, slots=True)
-class Settled:
+class Settled(Struct, frozen=True):
     """The result of one step, for the front end. Row i yields `counts[i]` of `tokens`, row after row."""
 
     serials: Int64s

@@ -264,7 +264,7 @@ class Scheduler:
         """Uncached tokens of its start that no plan feeds yet."""
         request = self.running.requests[serial]
         if request.slot is None:
-            return request.tokens_at_start
+            return request.tokens_at_start - self.lookup.find(request).computed
         return int(self.slots.known[request.slot] - self.slots.planned[request.slot])
 
     def keys_of(self, submission: Submission, tokens: Tokens) -> list[Key]:

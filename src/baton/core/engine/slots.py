@@ -76,9 +76,8 @@ class Slots:
     def snapshot_fields(self) -> dict[str, object]:
         """Of the two wide columns, what occupied rows use: the rest was never written, or is not read again."""
         used = np.where(self.serial == NO_REQUEST, 0, self.known - self.prompt)
-        outputs = [self._outputs[slot, :count] for slot, count in enumerate(used.tolist())]
-        tables = [self.table[slot, : self._held_now(slot)] for slot in range(self.slots)]
-        packed = {"table": np.concatenate(tables), "_outputs": np.concatenate(outputs)}
+        held = np.where(self.serial == NO_REQUEST, 0, self.held)
+        packed = {"table": _leading(self.table, held), "_outputs": _leading(self._outputs, used)}
         return {**vars(self), **packed, "widths": (self.table.shape[1], self._outputs.shape[1])}
 
     def restore_fields(self, fields: dict[str, object]) -> None:
@@ -188,3 +187,8 @@ class Slots:
     def decoding(self) -> Int64s:
         rows: Int64s = (self.phase == DECODING).nonzero()[0]
         return rows
+
+
+def _leading(column: Int32s, counts: Int64s) -> Int32s:
+    """The first `counts[row]` values of each row, one row after the other."""
+    return np.concatenate([column[row, :count] for row, count in enumerate(counts.tolist())])

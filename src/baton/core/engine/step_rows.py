@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from baton.core.engine.plan import Chunk, Int8s, Int32s, Int64s, RowOutcome, StepPlan, StepResult
 from baton.core.engine.slots import Slots
@@ -17,8 +17,7 @@ Column = TypeVar("Column", bound=npt.NDArray[np.integer[Any]])
 TOKENS, CHUNK_UNFINISHED = np.int8(RowOutcome.TOKENS), np.int8(RowOutcome.NOTHING_CHUNK_UNFINISHED)
 
 
-@dataclass(frozen=True, slots=True)
-class StepRows:
+class StepRows(Struct, frozen=True):
     """The rows of one step, and the properties of each that hold until the step settles. Read-only.
 
     All steps in which the same requests decode share one.
@@ -51,8 +50,7 @@ class StepRows:
         return cls.of(slots, rows, np.full(len(rows), burst, dtype=np.int32))
 
 
-@dataclass(frozen=True, slots=True)
-class InFlightStep:
+class InFlightStep(Struct, frozen=True):
     """A launched plan, kept until its result settles. Its rows are stops, then chunks, then decodes."""
 
     step: int

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from baton.core.config import WorkerConfig
@@ -46,8 +47,7 @@ RETRY_AFTER_S = 1
 """Retry-After of a refusal because of a full queue: one second is about one queue position on a busy GPU."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepDone:
+class StepDone(Struct, frozen=True):
     result: StepResult
 
 
@@ -70,15 +70,13 @@ class GroupRefused:
     refusal: Refusal
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(Struct, frozen=True):
     """Give this plan to the executor; hand its result back as StepDone."""
 
     plan: StepPlan
 
 
-@dataclass(frozen=True, slots=True)
-class Deliver:
+class Deliver(Struct, frozen=True):
     """The result of a step, for the front end."""
 
     settled: Settled
@@ -195,11 +193,16 @@ class Worker:
         return self._deadline_us
 
     def _earliest(self) -> int | None:
-        due = [self._tiers.next_deadline(), self._side.next_deadline()]
-        if self.scheduler.has_work and not self.scheduler.asleep:
-            could_plan = self.scheduler.in_flight < self.config.depth and not self._planned_out
-            due.append(self._now_us if could_plan else self._now_us + IDLE_PASS_US)
-        return min((at_us for at_us in due if at_us is not None), default=None)
+        due_us, side_us = self._tiers.next_deadline(), self._side.next_deadline()
+        if due_us is None or (side_us is not None and side_us < due_us):
+            due_us = side_us
+        scheduler = self.scheduler
+        if scheduler.has_work and not scheduler.asleep:
+            could_plan = not self._planned_out and scheduler.in_flight < self.config.depth
+            pass_us = self._now_us if could_plan else self._now_us + IDLE_PASS_US
+            if due_us is None or pass_us < due_us:
+                due_us = pass_us
+        return due_us
 
     def gauges(self) -> SchedulerGauges:
         gauges = self.scheduler.gauges()

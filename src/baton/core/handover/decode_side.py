@@ -143,6 +143,8 @@ class DecodeSide(HandoverSide):
         return serial in self._open
 
     def next_deadline(self) -> int | None:
+        if not self._open:
+            return None  # the usual case, and this is called after each event
         return min(
             (self._ends_us(entry) for entry in self._open.values() if entry.state is not DecodeHandoverState.FENCING),
             default=None,
