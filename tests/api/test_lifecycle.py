@@ -189,6 +189,16 @@ def test_an_open_server_has_no_salt_but_the_client_s(served: Served, engine: Scr
     assert len(engine.groups[1][0].salt) == 16
 
 
+def test_a_clock_that_is_set_back_makes_no_later_request_older(
+    served: Served, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter((2_000_000_000, 2_000_000_005, 1_000_000_000, 2_000_000_009))
+    monkeypatch.setattr("baton.api.app.time.time_ns", lambda: next(clock) * 1000)
+    for _ in range(4):
+        served.chat()
+    assert [group[0].arrived_us - 2_000_000_000 for group in engine.groups] == [0, 5, 6, 9]
+
+
 def test_a_tenant_cancels_only_its_own(locked: Served, engine: ScriptedEngine) -> None:
     engine.hangs_after = 1
     with opened(locked, {}, "Authorization: Bearer one\r\nX-Request-Id: shared\r\n"):

@@ -79,6 +79,8 @@ class ApiRoutes:
         self._kv_owners = kv_owners(settings.api_keys)
         self._preparer = RequestPreparer(text, self._policy, settings.served_model_names)
         self._started_s = int(time.time())
+        self._arrived_us = 0
+        """Of the last request."""
 
     def _policy(self) -> RequestRules:
         info = self._engine.info
@@ -90,11 +92,17 @@ class ApiRoutes:
         path: str = request.scope["path"]
         with refusals_logged(self._engine, request.state.request_id, path):
             raw, asker = await self._body(request), owner_of(request)
-            seed, arrived_us = secrets.randbits(63), time.time_ns() // 1000
-            origin = OriginalRequest(path, raw, asker.tenant, asker.request_id, seed, arrived_us)
+            origin = OriginalRequest(
+                path, raw, asker.tenant, asker.request_id, secrets.randbits(63), self._next_arrival_us()
+            )
             prepared = await self._prepared(origin, self._proven(request, raw))
             run = await self._server.accept(prepared, request.receive)
         return await self._server.respond(run)
+
+    def _next_arrival_us(self) -> int:
+        """Later than every arrival before: a clock that is set back must not make who waits younger than who comes."""
+        self._arrived_us = max(time.time_ns() // 1000, self._arrived_us + 1)
+        return self._arrived_us
 
     def _proven(self, request: Request, raw: bytes) -> bool:
         """Whether the sender proved that it holds the cluster key; a proof that does not hold is a 400."""
