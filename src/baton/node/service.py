@@ -42,7 +42,7 @@ from baton.node.http_server import (
 from baton.node.kv_storage import check_storage
 from baton.node.models import check_load_format, resolve_model
 from baton.node.peer_options import check_pairing, cluster_key, key_for, split_address
-from baton.node.recording import DUMP_SIGNAL
+from baton.node.recording import DUMP_SIGNAL, ignore_dump_signal
 from baton.node.router_membership import InstanceFenced, RouterAddress, RouterMembership
 from baton.node.scripted_text import write_byte_tokenizer
 from baton.node.secrets import prefix_secret, shared_prefix_secret, store_key
@@ -75,6 +75,7 @@ class ServeSettings(InstanceSettings):
 
 def serve(settings: ServeSettings, say: Say) -> None:
     """Serve until told to stop. Raises CannotServe where it ends for another reason."""
+    ignore_dump_signal()
     api = _api_settings(settings)
     listener = bind(settings.host, settings.port, "--port")
     try:

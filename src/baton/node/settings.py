@@ -105,7 +105,9 @@ class RecordSettings:
 
     flight_recorder: Annotated[
         bool,
-        Setting("flight-recorder", Panel.LOG, "Keep the last decisions in memory; write them on a crash or SIGUSR1."),
+        Setting(
+            "flight-recorder", Panel.LOG, "Keep the last decisions in memory; write them on a crash, a stall or SIGUSR1."
+        ),
     ] = True
     record: Annotated[
         str | None,

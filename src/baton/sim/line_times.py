@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.sim.lines import LineConfig
 from baton.wire.retry_pauses import RetryConfig
@@ -35,15 +35,13 @@ class LineTimes:
             silent_us=self.silent_us,
             unread_bytes_max=self.unread_bytes_max,
         )
-        return LineConfig(stream, self._retry())
+        return LineConfig(stream, stream, self._retry())
 
     def of_router(self) -> LineConfig:
-        """Between router and instances: instances send heartbeats as messages, and silence is judged by the router. It gives
-        signs of life half as often as peers do."""
-        stream = StreamConfig(
-            handshake_us=self.handshake_us, heartbeat_us=2 * self.heartbeat_us, unread_bytes_max=self.unread_bytes_max
-        )
-        return LineConfig(stream, self._retry())
+        """Between router and instances: instances send heartbeats as messages, and silence is judged by the router, which
+        alone gives signs of life, half as often as peers do."""
+        dials = StreamConfig(handshake_us=self.handshake_us, unread_bytes_max=self.unread_bytes_max)
+        return LineConfig(dials, replace(dials, heartbeat_us=2 * self.heartbeat_us), self._retry())
 
     @property
     def noticed_us(self) -> int:

@@ -434,7 +434,9 @@ class _StreamListener:
 class LineConfig:
     """Of the lines of one kind, as the processes of a deployment are configured."""
 
-    stream: StreamConfig
+    dials: StreamConfig
+    """Of the ends that connect."""
+    accepts: StreamConfig
     retry: RetryConfig
 
 
@@ -462,8 +464,9 @@ class StreamLines:
         nonces = self._nonces.get(name)
         if nonces is None:
             nonces = self._nonces[name] = host.world.stream(f"nonces of {name}")
-        stream = SealedStream(side, self.key, name, nonces.randbytes(NONCE_BYTES), self.config.stream)
-        return StreamConnection(host, stream, holder, name, self.config.stream)
+        config = self.config.dials if side is SealSide.CONNECTOR else self.config.accepts
+        stream = SealedStream(side, self.key, name, nonces.randbytes(NONCE_BYTES), config)
+        return StreamConnection(host, stream, holder, name, config)
 
     def moves(self) -> Counter[tuple[Enum, Enum]]:
         """Of all ends that accepted."""

@@ -21,6 +21,11 @@ class HealthWatch:
         self._good_us = self._asked_us = now_us
         self._unanswered = 0
 
+    @property
+    def unhealthy_us(self) -> int:
+        """Time from the last good answer to the last question."""
+        return self._asked_us - self._good_us
+
     def answered(self, is_good: bool, runs: bool, now_us: int) -> bool:
         """Take in the outcome of a question; True when the process hangs. `runs`: it uses a CPU or waits for one."""
         late_us = max(0, now_us - self._asked_us - ASK_US - ANSWER_US)

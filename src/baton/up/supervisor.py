@@ -32,7 +32,7 @@ from baton.node.parent_process import bound_to
 from baton.node.process_activity import ProcessActivity
 from baton.node.recording import DUMP_SIGNAL
 from baton.up.fleet_plan import SERVING_ROLES, FleetPlan, PlannedProcess, RouterPorts
-from baton.up.health_watch import ANSWER_US, ASK_US, HUNG_US, HealthWatch
+from baton.up.health_watch import ANSWER_US, ASK_US, HealthWatch
 from baton.up.merged_log import LineSplitter, MergedLog
 from baton.up.restarts import GiveUp, RestartAfter, RestartPolicy
 
@@ -361,7 +361,7 @@ class Supervisor:
                     activity.spoke()
                 is_hung = watch.answered(is_good, is_good or activity.runs(), monotonic_us())
         if not self._stopping.is_set():
-            self._log.note(child.name, f"hangs: no good answer to /health for {HUNG_US // 1_000_000} s; killed")
+            self._log.note(child.name, f"hangs: no good answer to /health for {watch.unhealthy_us // 1_000_000} s; killed")
             _signal(process, signal.SIGKILL)
 
     def _explain(self, child: SupervisedProcess) -> None:

@@ -54,7 +54,7 @@ def test_the_store_costs_a_look_up_a_fetch_and_a_copy() -> None:
 
 def test_a_request_that_leaves_has_no_host_memory_and_takes_no_shared_block_along() -> None:
     row = one_row(40, shared=1, leaves=True, saved=True, stored=True)
-    assert costs(row) == {WayBack.COMPUTE: 2400, WayBack.STORE: 1000 + 2 * 250 + 800, WayBack.MOVE: 400}
+    assert costs(row) == {WayBack.COMPUTE: 4000, WayBack.STORE: 1000 + 2 * 250 + 800, WayBack.MOVE: 400}
 
 
 def test_a_move_is_no_way_back_before_one_was_measured_or_where_the_request_stays() -> None:

@@ -262,9 +262,9 @@ def test_an_instance_is_not_silent_while_any_message_of_it_comes(kind: str) -> N
 def test_a_silent_engine_behind_a_living_front_end_is_found() -> None:
     bench = Bench()
     session = bench.join(facts("a"))
-    bench.tell(HeartbeatCame(session, Heartbeat(SchedulerGauges(), 599_999, False)))
+    bench.tell(HeartbeatCame(session, Heartbeat(SchedulerGauges(), 599_999, False, engine_runs=False)))
     assert not bench.of(CloseSession)
-    bench.tell(HeartbeatCame(session, Heartbeat(SchedulerGauges(), 600_000, False)))
+    bench.tell(HeartbeatCame(session, Heartbeat(SchedulerGauges(), 600_000, False, engine_runs=False)))
     assert bench.of(CloseSession)
     assert changes(bench) == [("a", "suspected")]
 

@@ -323,6 +323,22 @@ def test_once_opened_such_a_refusal_ends_nothing() -> None:
     assert bench.router.open_requests == 1
 
 
+def test_choices_that_are_too_many_for_an_instance_go_to_it_one_by_one() -> None:
+    bench = Bench()
+    bench.join(facts("a"))
+    bench.join(facts("b"))
+    _, send = bench.open(*choices("x", 3))
+    bench.came(send, 1)
+    bench.tell(InstanceLost(send.session, "reset"))
+    bench.refuse(bench.sent(), RefusalCode.GROUP_TOO_LARGE)
+    bench.pass_us(1_000_000)
+    sent = bench.of(SendAttempt)
+    assert sorted(attempt.choices for attempt in sent) == [(0,), (1,), (2,)]
+    for attempt in sent:
+        bench.take(attempt)
+    assert bench.router.open_requests == 1
+
+
 def test_a_body_whose_instances_are_lost_before_they_answer_is_declined_in_the_end() -> None:
     bench = Bench(RouterConfig(loss_retry_count=1))
     for name in "abc":
@@ -420,6 +436,21 @@ def test_a_full_line_refuses_newcomers_but_not_those_who_find_a_place() -> None:
     (declined,) = bench.of(RequestDeclined)
     assert (declined.refusal.code, declined.refusal.retry_after_s) == (RefusalCode.QUEUE_FULL, 1)
     assert bench.router.waiting == 1
+
+
+def test_accepted_requests_that_wait_for_another_instance_keep_no_newcomers_out() -> None:
+    bench = Bench(RouterConfig(ahead=1, waiting_max=1))
+    large = bench.join(facts("large", slots=4, blocks=200, context=2000))
+    bench.open(*choices("x", 3, max_tokens=1500))
+    bench.join(facts("small", slots=1))
+    bench.tell(InstanceLost(large, "gone for good"))
+    assert bench.router.waiting == 3
+    bench.open(submission("y"))
+    bench.arrive(submission("z"))
+    assert not bench.of(RequestDeclined), "one may wait"
+    bench.arrive(submission("zz"))
+    assert bench.of(RequestDeclined)
+    assert bench.router.waiting == 4
 
 
 def test_without_anybody_who_serves_a_body_waits_a_while_and_is_declined() -> None:

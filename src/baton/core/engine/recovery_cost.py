@@ -1,12 +1,12 @@
 """The time to bring a preempted request back, by measured rates: the least over the ways back that exist for it.
 
-    compute   prefill the lost tokens again; always possible
+    compute   prefill the lost tokens again, all of them if it moves; always possible
     host      copy whole blocks from this instance's host memory, compute the rest; only if it resumes here
     store     look up, fetch and copy whole blocks, compute the rest; only while the store can be used
     move      run it on another instance, as long as the router has seen that take; only if it ends here to move
 
 A request that resumes here finds the blocks that other rows share with it. One that moves takes only its tokens along, so
-its move and its way through the store are counted over the whole sequence.
+its cost is counted over the whole sequence, whichever way.
 
 Each rate is written where it is measured: prefill by `worker.PrefillMeter`, host and store by `tiers.bring_back`, moves by
 the router (`routing.move_meter`), which sends its rate with every submission.
@@ -63,10 +63,11 @@ def recovery_costs_us(rows: LostRows, block_size: int, rates: RecoveryRates) -> 
     shared = -(-(rows.known - rows.lost) // block_size)
     copied = np.clip(rows.kept_blocks - shared, 0, rows.lost // block_size)
     fetched = np.where(rows.leaves, rows.kept_blocks, copied)
-    unfetched = np.where(rows.leaves, rows.known, rows.lost) - fetched * block_size
+    recomputed = np.where(rows.leaves, rows.known, rows.lost)
+    unfetched = recomputed - fetched * block_size
     prefill_us, copy_us, move_us = rates.prefill_us_per_token, rates.copy_us_per_block, rates.move_us_per_token
     table = np.full((len(WayBack), len(rows.known)), ABSENT_US)
-    table[WayBack.COMPUTE] = rows.lost * prefill_us
+    table[WayBack.COMPUTE] = recomputed * prefill_us
     if rows.is_saved:
         host_us = copied * copy_us + (rows.lost - copied * block_size) * prefill_us
         table[WayBack.HOST] = np.where(rows.leaves, ABSENT_US, host_us.astype(np.int64))

@@ -141,6 +141,7 @@ class Attempts:
             return
         for choice in sent:
             if choice.attempt is not None:  # else its request ended with an earlier choice
+                choice.goes_alone |= event.refusal.code is RefusalCode.GROUP_TOO_LARGE
                 cause = MoveCause.REFUSED if about_instance else MoveCause.UNFIT
                 self.go_on_elsewhere(choice, cause, fault_of_refusal(event.refusal))
 

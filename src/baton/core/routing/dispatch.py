@@ -44,7 +44,10 @@ class Dispatcher:
             requests.queue.enter(choice, requests.now_us)
             requests.note(choice, TimelineStage.QUEUED, None)
         self.place()
+        # Accepted requests that wait for another instance do not keep new ones out.
         waiting, waiting_max = requests.queue.count, self._config.waiting_max
+        if waiting > waiting_max and request.choices[0].state is ChoiceState.WAITING:
+            waiting = requests.queue.unaccepted()
         if waiting > waiting_max and request.choices[0].state is ChoiceState.WAITING:
             text = f"{waiting - len(request.choices)} choices wait for a place and at most {waiting_max} may"
             requests.decline(request, RefusalCode.QUEUE_FULL, text)

@@ -85,7 +85,7 @@ class Heartbeat:
     notes: tuple[PhaseReport, ...] = ()
     preempted: tuple[tuple[ChoiceAttempt, int], ...] = ()
     """Choices that were preempted and resume there, and how often each was so far, there and elsewhere."""
-    engine_runs: bool = False
+    engine_runs: bool = True
     """A second sign beside silence: the engine's process uses a CPU or waits for one, so it is late and not stopped."""
     step_limit_us: int = 60_000_000
     """Time after which a step there that has not ended is a stall."""

@@ -60,11 +60,14 @@ class PlacementQueue:
         return later[0][0] if later else None
 
     def batch(self) -> list[RoutedChoice]:
-        """Take out the first ready choice and the other ready ones of its request. Empty: none is ready."""
+        """Take out the first ready choice and the other ready ones of its request. Empty: none is ready.
+
+        A choice whose group was too large for an instance goes alone.
+        """
         ready, found = self._ready, list[RoutedChoice]()
         while ready:
             _, _, order, _, entry, choice = ready[0]
-            if found and order != found[0].request.order:
+            if found and (order != found[0].request.order or choice.goes_alone or found[0].goes_alone):
                 break
             heapq.heappop(ready)
             if choice.entry == entry:
@@ -80,6 +83,11 @@ class PlacementQueue:
         for choice in batch:
             choice.due_us = due_us
             heapq.heappush(self._later, (due_us, choice.entry, choice))
+
+    def unaccepted(self) -> int:
+        """Waiting choices of requests that no instance has accepted yet."""
+        later = sum(c.entry == entry and not c.request.opened for _, entry, c in self._later)
+        return later + sum(c.entry == entry and not c.request.opened for *_, entry, c in self._ready)
 
     def all_waiting(self) -> list[RoutedChoice]:
         """All waiting choices, in order of arrival."""

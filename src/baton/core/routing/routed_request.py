@@ -111,6 +111,8 @@ class RoutedChoice:
     """Times that it was preempted anywhere, as far as instances have said; it travels with every attempt."""
     sent_preemptions: int = 0
     """The count that its last attempt was sent with."""
+    goes_alone: bool = False
+    """Its group was too large for an instance: it is sent without the other choices of its request."""
     resumes_in_place: bool = False
     """Its last attempt was sent to stay: it does not end for want of blocks."""
     refusals: int = 0
