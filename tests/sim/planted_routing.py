@@ -391,7 +391,7 @@ def never_clear_out(patch: Patch) -> None:
 
 @core("an instance that is gone still counts as one that can prefill")
 def send_to_a_giver_that_is_gone(patch: Patch) -> None:
-    list_then = patch.original("_list")
+    list_then = patch.original("FleetMembers._list")
 
     def make_lists(self: FleetMembers) -> None:
         before = self.prefillers
@@ -401,7 +401,7 @@ def send_to_a_giver_that_is_gone(patch: Patch) -> None:
             *(m for m in before if m.state is MemberState.GONE and m not in self.prefillers),
         ]
 
-    patch.set("_list", make_lists)
+    patch.set("FleetMembers._list", make_lists)
 
 
 @core("instances that decode are not told of a new one that prefills")
