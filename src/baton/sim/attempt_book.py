@@ -239,7 +239,6 @@ class AttemptBook(RouterWatcher):
             placement.preemptions = message.group[line.place].preemptions
             placement.in_place = message.group[line.place].resumes_in_place
             placement.reported = line.preemptions
-            request.accepted = True
             attempt.placements.append(placement)
             request.placements.append(placement)
             session.serials[line.serial] = placement
@@ -439,6 +438,7 @@ class AttemptBook(RouterWatcher):
             choice = placement.choice
             if placement.called_back or placement.forgotten:
                 continue
+            placement.request.accepted = True  # not before: a choice that is elsewhere by now is not taken over
             self._touch(placement)
             before = choice.placement
             if placement.ended is not None:
