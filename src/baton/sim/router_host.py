@@ -19,6 +19,7 @@ from baton.core.routing.events import (
     ChoiceOutcome,
     DeliverTokens,
     FleetChanged,
+    Join,
     RequestDeclined,
     RequestOpened,
     Session,
@@ -40,6 +41,8 @@ from baton.wire.router_messages import FromRouter, decode_from_instance, encode_
 from baton.wire.router_sessions import Act, CloseConnection, RouterSessions, SayToInstance
 from baton.wire.watched_sessions import WatchedSessions
 
+STRANGER = "stranger"
+"""Name in the Join of a process that was never a member."""
 TOLD = (TimelineStage.PLACED, TimelineStage.PREEMPTED, TimelineStage.MOVED, TimelineStage.ENDED)
 """Stages of a choice that are noted in the story; the others are noted by its instance and its client."""
 
@@ -284,7 +287,11 @@ class RouterHost:
         """A frame of a process with the key that is no member: the members must not change by it."""
         before = self._lives()
         try:
-            acts = self._watched.receive(session, decode_from_instance(frame), self.host.world.now_us)
+            message = decode_from_instance(frame)
+            if isinstance(message, Join) and message.name != STRANGER and not self.knows(message.name):
+                self._shut(session, "the member whose old life it pretends to be is gone")  # it could join as that one
+                return
+            acts = self._watched.receive(session, message, self.host.world.now_us)
         except WireError as error:
             self._shut(session, str(error))
             acts = self._watched.lost(session, str(error), self.host.world.now_us)

@@ -17,7 +17,7 @@ from baton.sim.faults import Fault
 from baton.sim.instance_front_end import ROUTER, line_names
 from baton.sim.law_names import FENCED, LawBroken
 from baton.sim.lines import Lines
-from baton.sim.router_host import RouterHost
+from baton.sim.router_host import STRANGER, RouterHost
 from baton.sim.world import Host, World
 from baton.wire.engine_messages import RefusedMessage, StepOutput, refused
 from baton.wire.heartbeats import NO_GAUGES
@@ -143,8 +143,8 @@ def forged_by_a_member(stream: random.Random) -> bytes:
 
 def forged(stream: random.Random, known: Join) -> list[bytes]:
     """Frames of a process that is no member and may not become one; `known` is the Join of a member."""
-    alien = _like(known, "stranger", known.incarnation, known.role, b"another model")
-    wizard = _like(known, "stranger", known.incarnation, "wizard", known.fingerprint)
+    alien = _like(known, STRANGER, known.incarnation, known.role, b"another model")
+    wizard = _like(known, STRANGER, known.incarnation, "wizard", known.fingerprint)
     outlived = _like(known, known.name, 1, known.role, known.fingerprint)
     beat = HeartbeatMessage(NO_GAUGES, 0, False, False, b"", b"", ())
     talks: tuple[tuple[FromInstance, ...], ...] = (
