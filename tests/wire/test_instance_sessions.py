@@ -427,7 +427,6 @@ def test_dialling_in_vain_does_not_make_the_grace_longer() -> None:
     sessions.opened(2_000)
     assert sessions.tick(2_000 + WELCOME_US - 1) == NOTHING, "an answer is awaited"
     sessions.lost("no answer", 3_000)
-    sessions.lost("twice", 4_000)
     assert sessions.next_deadline() == 1_000 + WELCOME.orphan_grace_us
     sessions.opened(5_000)
     sessions.receive(WELCOME, 5_000)

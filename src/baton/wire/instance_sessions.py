@@ -68,7 +68,6 @@ class InstanceSessionMove(Enum):
 
 SESSION_TRANSITIONS: dict[tuple[InstanceSessionState, InstanceSessionMove], InstanceSessionState] = {
     (InstanceSessionState.AWAY, InstanceSessionMove.OPEN): InstanceSessionState.JOINING,
-    (InstanceSessionState.AWAY, InstanceSessionMove.LOSE): InstanceSessionState.AWAY,
     (InstanceSessionState.JOINING, InstanceSessionMove.WELCOME): InstanceSessionState.SERVING,
     (InstanceSessionState.JOINING, InstanceSessionMove.TURN_AWAY): InstanceSessionState.TURNED_AWAY,
     (InstanceSessionState.JOINING, InstanceSessionMove.LOSE): InstanceSessionState.AWAY,
@@ -157,7 +156,7 @@ class InstanceSessions:
         return [msgspec.structs.replace(self._join, draining=self._draining), *held, AllHeldSaid()]
 
     def lost(self, reason: str, now_us: int) -> None:  # noqa: ARG002
-        """The session is over. A second loss, or one before the welcome, does not extend the grace period."""
+        """The session is over. A loss before the welcome does not extend the grace period."""
         self._move(InstanceSessionMove.LOSE)
         self._beats.void()
         if self._lost_us is None:
