@@ -27,6 +27,7 @@ ONCE_BROKEN = {
     "two attempts at one instance that began alike were taken for one, and billed once": 924000044,
     "an engine that was stopped for good counted as serving while its front end joined again": 925000267,
     "an instance that was idle when it was told to restart waited for something to happen": 936000245,
+    "a device went on with the steps behind one that hung, and told their layers before they were computed": 767,
 }
 
 

@@ -59,6 +59,8 @@ class SimulatedDevice:
         """Whether steps never end any more."""
         self.when_hung: Callable[[], None] | None = None
         """Called when the first step that should have ended does not."""
+        self._hung = False
+        """Whether a step hangs, and those behind it never begin."""
         self.longest_us = 0
         self.busy_us = 0
         self.spans: deque[StepSpan] | None = None
@@ -94,6 +96,8 @@ class SimulatedDevice:
 
     def _compute(self, step: int, takes_us: int) -> None:
         """Layers become readable one after the other while the step runs."""
+        if self._hung:
+            return
         self._computed.append(self._executor.collect())
         self._layers_of, self._layers_told = step, 0
         layers_us = () if self.signals is None else self.signals.layers_us(takes_us)
@@ -114,6 +118,7 @@ class SimulatedDevice:
 
     def _finish(self, took_us: int, awaited: int | None) -> None:
         if self.hangs:
+            self._hung = True
             hung, self.when_hung = self.when_hung, None
             if hung is not None:
                 hung()
