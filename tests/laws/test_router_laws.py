@@ -208,12 +208,17 @@ class World:
         if isinstance(event, TokensCame | AttemptAccepted | AttemptRefused | HeartbeatCame) and self.draws.random() < 0.1:
             self.old_events.append(event)
         self.now_us += self.draws.randrange(0, 2000)
-        before = self.router.waiting
+        before = self.unaccepted()
         for effect in self.router.handle(event, self.now_us):
             self.obey(effect)
         if isinstance(event, RequestArrived) and self.by_body[event.request].declined is None:
-            assert self.router.waiting <= max(self.config.waiting_max, before)
+            assert self.unaccepted() <= max(self.config.waiting_max, before)
         self.check_the_books()
+
+    def unaccepted(self) -> int:
+        """Waiting choices of requests that no instance has accepted: the others keep no newcomers out."""
+        waiting = [request for request in self.router.requests() if not request.opened]
+        return sum(choice.state is ChoiceState.WAITING for request in waiting for choice in request.choices)
 
     def arrive(self) -> None:
         draws, number = self.draws, self.bodies

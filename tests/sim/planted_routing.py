@@ -156,6 +156,11 @@ def never_back_off(patch: Patch) -> None:
     patch.set("jittered_us", lambda config, seed, request, nth: 0)
 
 
+@core("a retry that was reserved for a choice stays reserved when the choice is found where it was")
+def keep_unused_retries(patch: Patch) -> None:
+    patch.set("RetryBudget.give_back", lambda self: None)
+
+
 @core("an instance that had no room for a request gets it again, though another is there")
 def go_back_to_who_had_no_room(patch: Patch) -> None:
     def candidates(self: Placement, wanted: PlacementDemand, holders: list[FleetMember], known: Any) -> list[FleetMember]:

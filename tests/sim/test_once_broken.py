@@ -26,6 +26,7 @@ ONCE_BROKEN = {
     "the limit of a hung step ran on while its engine was stopped for good": 933000076,
     "two attempts at one instance that began alike were taken for one, and billed once": 924000044,
     "an engine that was stopped for good counted as serving while its front end joined again": 925000267,
+    "retries of choices that were found where they were stayed booked, and others waited for them": 1269,
     "an instance that was idle when it was told to restart waited for something to happen": 936000245,
     "a device went on with the steps behind one that hung, and told their layers before they were computed": 767,
 }

@@ -57,6 +57,22 @@ def test_after_a_lost_connection_a_choice_goes_on_where_it_is_and_the_missing_to
     assert [item.attempt for item in bench.of(ForgetChoices)] == [kept.group]
 
 
+def test_a_choice_that_is_found_where_it_was_has_used_up_no_retry() -> None:
+    bench = Bench(RouterConfig(retry_burst=1, retry_rate=1))
+    session = bench.join(facts("a", slots=8))
+    for _ in range(3):
+        bench.open(*choices("x", 1))
+    kept = [held(41 + number, origin=f"origin {1 + number}".encode()) for number in range(3)]
+    for _ in range(10):
+        bench.tell(InstanceLost(session, "reset"))
+        session = bench.join(facts("a", slots=8), *kept)
+        assert len(admitted(bench).keep) == 3
+    bench.tell(InstanceLost(session, "reset"))
+    bench.join(facts("b", slots=8))
+    bench.pass_us(2_100_000)
+    assert len(bench.ever(SendAttempt)) == 3 + 3, "one at once, and one a second"
+
+
 def test_an_end_after_fewer_tokens_than_came_is_the_cut_of_a_client_whose_router_was_lost() -> None:
     bench = Bench()
     session = bench.join(facts("a"))

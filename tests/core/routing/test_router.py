@@ -277,6 +277,20 @@ def test_retries_beyond_the_burst_wait_their_turn() -> None:
     assert len(bench.of(SendAttempt)) == 1
 
 
+def test_nobody_waits_for_the_retry_of_a_choice_whose_client_has_left() -> None:
+    bench = Bench(RouterConfig(retry_burst=1, retry_rate=1))
+    bench.join(facts("a", slots=8))
+    bodies = [bench.open(submission(f"x{number}", first=number))[0] for number in range(8)]
+    bench.tell(InstanceLost(Session(1), "reset"))
+    for body in bodies:
+        bench.tell(ClientLeft(body))
+    session = bench.join(facts("b", slots=8))
+    bench.open(submission("y", first=9))
+    bench.tell(InstanceLost(session, "reset"))
+    bench.join(facts("c", slots=8))
+    assert len(bench.of(SendAttempt)) == 1
+
+
 @pytest.mark.parametrize(
     "code", [RefusalCode.DRAINING, RefusalCode.QUEUE_FULL, RefusalCode.WRONG_ROLE, RefusalCode.DUPLICATE_ID]
 )

@@ -25,7 +25,6 @@ from baton.core.routing.events import (
 )
 from baton.core.routing.fleet_members import FleetMember
 from baton.core.routing.identity import AttemptId, ChoiceAttempt
-from baton.core.routing.rate_limits import RetryBudget
 from baton.core.routing.routed_request import (
     ABOUT_THE_INSTANCE,
     Attempt,
@@ -58,7 +57,6 @@ class Attempts:
         self._config = requests.config
         self._requests = requests
         self._absence = absence
-        self._budget = RetryBudget(requests.config)
         self._seed = seed
 
     # ── messages of instances ────────────────────────────────────────────────────────────────────────────────────────────
@@ -237,7 +235,7 @@ class Attempts:
         delay_us = jittered_us(self._config, self._seed, choice.request.number, nth) if nth else 0
         if cause in (MoveCause.REFUSED, MoveCause.DRAINED):
             return delay_us
-        return delay_us + self._budget.delay_us(self._requests.now_us)
+        return delay_us + self._requests.reserve_retry(choice)
 
     def _give_up(self, choice: RoutedChoice, fault: PdFault) -> None:
         if choice.request.opened:

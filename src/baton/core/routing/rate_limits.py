@@ -53,9 +53,14 @@ class RetryBudget:
     def __init__(self, config: RouterConfig) -> None:
         self._bucket = TokenBucket(config.retry_burst, config.retry_rate, 0)
 
-    def delay_us(self, now_us: int) -> int:
+    def reserve(self, now_us: int) -> int:
+        """Reserve one retry. Returns the time until it may be made."""
         self._bucket.take(1, now_us)
         return self._bucket.debt_us(now_us)
+
+    def give_back(self) -> None:
+        """A reserved retry is not made: later ones need not wait for it."""
+        self._bucket.give_back(1)
 
 
 @dataclass(slots=True)

@@ -100,6 +100,8 @@ class RoutedChoice:
     """While WAITING: not placed before this time."""
     entry: int = 0
     """While WAITING: its number in the placement queue."""
+    retry_reserved: bool = False
+    """While WAITING: a retry of the router's budget is reserved for it."""
     losses: int = 0
     fruitless: int = 0
     """Losses in a row without a token between them."""

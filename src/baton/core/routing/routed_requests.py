@@ -36,7 +36,7 @@ from baton.core.routing.identity import RequestNumber
 from baton.core.routing.move_meter import MoveMeter
 from baton.core.routing.phase_notes import PhaseTimeline
 from baton.core.routing.placement_queue import PlacementQueue
-from baton.core.routing.rate_limits import RateLimits
+from baton.core.routing.rate_limits import RateLimits, RetryBudget
 from baton.core.routing.routed_request import (
     TRANSITIONS,
     Attempt,
@@ -104,6 +104,7 @@ class RoutedRequests:
         """Digests of the origins of ended requests: an instance that comes back with one of them need not keep it."""
         self._in_time: dict[RequestNumber, RoutedRequest] = {}
         """Requests with a deadline in the future, in order of it: all have the same timeout."""
+        self._retries = RetryBudget(config)
         self._states = StateMachine(TRANSITIONS, "a choice")
         self._arrivals = 0
 
@@ -248,6 +249,14 @@ class RoutedRequests:
         if before is ChoiceState.WAITING:
             self.queue.leave(choice)
             choice.keys = None
+            if choice.retry_reserved and move is not ChoiceMove.PLACE:
+                self._retries.give_back()  # it was found where it was, or has ended
+            choice.retry_reserved = False
+
+    def reserve_retry(self, choice: RoutedChoice) -> int:
+        """Returns the time until the budget of all retries lets this choice, which waits now, be placed."""
+        choice.retry_reserved = True
+        return self._retries.reserve(self.now_us)
 
     def note(self, choice: RoutedChoice, stage: TimelineStage, where: Instance | None, why: str = "") -> None:
         self.effects.append(TimelineNoted(choice.request.number, choice.index, stage, where, self.now_us, why))
