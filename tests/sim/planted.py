@@ -45,10 +45,8 @@ from baton.wire import engine_messages as messages
 from baton.wire import keyfile
 from baton.wire import request_table as desking
 from baton.wire.engine_messages import DecodedRows, StepOutput
-from baton.wire.instance_sessions import InstanceSessions, InstanceSessionState
 from baton.wire.peer_session import KnownSessions, PeerSession
 from baton.wire.request_table import EntryState, RequestTable
-from baton.wire.retry_pauses import RetryPauses
 from baton.wire.seal import OVERHEAD_BYTES, TAG_BYTES, Seal, SealSide
 from baton.wire.sealed_stream import ConnectionStage, SealedStream
 from tests.support.planting import Patch, planted
@@ -819,15 +817,6 @@ def take_one_connection_only(patch: Patch) -> None:
     patch.set("AcceptedStreams.opened", opened)
 
 
-@wire("the pause between two attempts to connect doubles for ever")
-def double_pauses_for_ever(patch: Patch) -> None:
-    def after(self: RetryPauses, lasted_us: int, share: float, *, rejected: bool = False) -> int:
-        self._pause_us *= 2
-        return self._pause_us
-
-    patch.set("RetryPauses.after", after)
-
-
 @wire("a peer is spoken to before it has accepted our registration")
 def speak_before_being_registered(patch: Patch) -> None:
     receive_then = patch.original("_receive_registration")
@@ -853,16 +842,6 @@ def speak_in_the_next_session(patch: Patch) -> None:
 
     patch.set("KnownSessions.began", began)
     patch.set("KnownSessions.of", of)
-
-
-@wire("an instance whose join is never answered waits for ever, though the router has restarted since")
-def wait_for_ever_for_a_welcome(patch: Patch) -> None:
-    deadline_then = patch.original("InstanceSessions.next_deadline")
-
-    def next_deadline(self: InstanceSessions) -> Any:
-        return None if self.state is InstanceSessionState.JOINING else deadline_then(self)
-
-    patch.set("InstanceSessions.next_deadline", next_deadline)
 
 
 @wire("log-probabilities are those of another token")

@@ -215,15 +215,6 @@ def wait_for_an_instance_for_ever(patch: Patch) -> None:
     patch.set("ServerAbsence.expire", expire)
 
 
-@core("what an instance refuses while nobody serves waits as long as if it had just come")
-def start_the_wait_again_at_a_refusal(patch: Patch) -> None:
-    def wait(self: ServerAbsence, request: RoutedRequest) -> None:
-        if self._since_us is not None and self.due_us is None:
-            self.due_us = self._requests.now_us + self._absent_us
-
-    patch.set("ServerAbsence.wait", wait)
-
-
 @core("what a tenant has open is never taken off its account")
 def never_close_an_account(patch: Patch) -> None:
     patch.set("RateLimits.close", lambda self, tenant, generated_tokens, now_us: None)
@@ -338,11 +329,6 @@ def overlook_a_silent_engine(patch: Patch) -> None:
     patch.set("FleetMembers.beaten", beaten)
 
 
-@core("an engine that is late on a busy machine is taken for one that is stopped")
-def suspect_who_is_late(patch: Patch) -> None:
-    patch.set("engine_suspect_us", lambda self, runs: self.suspect_us)
-
-
 @core("nobody looks whether steps end: an engine that beats is healthy")
 def overlook_a_step_that_hangs(patch: Patch) -> None:
     patch.set("ProgressWatch.limit_us", property(lambda self: LONG_US))
@@ -372,12 +358,6 @@ def kill_who_is_slow(patch: Patch) -> None:
 @core("time in which an engine could not run counts as time of its step")
 def count_time_without_beats(patch: Patch) -> None:
     patch.set("BEAT_US", LONG_US, used_by="ProgressWatch.beaten")
-
-
-@core("a router that slept takes its own silence for that of its instances")
-def count_own_lateness(patch: Patch) -> None:
-    patch.set("FleetMembers.excuse", lambda self, late_us: None)
-    patch.set("SECOND_LOOK_US", 0, used_by="FleetMembers.silent")  # else messages are read before the second look
 
 
 @core("an instance that drains still gets requests")
