@@ -77,7 +77,7 @@ async def test_whatever_is_wrong_with_an_answer_is_a_difference(parts: tuple[byt
 
 async def test_an_error_status_is_a_difference() -> None:
     found = differences(await answered(*WHOLE), await answered(b"too many", status=429))
-    assert found == ["429: too many"]
+    assert found == ["429: error: too many"]
 
 
 async def test_a_request_moved_where_it_took_more_legs_than_it_has_choices() -> None:

@@ -46,24 +46,6 @@ LAYOUT = KvLayout(b"\x01\x02", "bfloat16", 16, (32, 64, 8))
 # ── layout ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(
-    ("other", "said"),
-    [
-        (LAYOUT, []),
-        (KvLayout(b"\x03", "bfloat16", 16, (32, 64, 8)), ["fingerprint: 0102 here, 03 there"]),
-        (KvLayout(b"\x01\x02", "float32", 16, (32, 64, 8)), ["dtype: bfloat16 here, float32 there"]),
-        (KvLayout(b"\x01\x02", "bfloat16", 32, (32, 64, 8)), ["block_size: 16 here, 32 there"]),
-        (KvLayout(b"\x01\x02", "bfloat16", 16, (32, 64)), ["layers: 3 here, 2 there"]),
-        (KvLayout(b"\x01\x02", "bfloat16", 16, (32, 65, 9)), ["bytes of layer 1: 64 here, 65 there"]),
-        (KvLayout(b"\x01\x02", "bfloat16", 8, (1,)), ["block_size: 16 here, 8 there", "layers: 3 here, 1 there"]),
-    ],
-    ids=["same", "fingerprint", "dtype", "block size", "layers", "layer bytes", "many"],
-)  # fmt: skip
-def test_differences_name_the_field_and_both_values(other: KvLayout, said: list[str]) -> None:
-    assert LAYOUT.differences(other) == said
-    assert (LAYOUT.digest == other.digest) == (not said)
-
-
 def test_layers_lie_one_after_the_other() -> None:
     assert LAYOUT.spans == ((0, 32), (32, 96), (96, 104))
     assert LAYOUT.block_bytes == 104

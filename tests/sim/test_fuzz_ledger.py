@@ -176,8 +176,8 @@ def test_nonsense_on_the_command_line_is_refused(arguments: list[str], complaint
 
 def test_what_did_not_happen_in_a_range_is_named() -> None:
     never = never_happened(a_range(0, 1))
-    assert "packet lost" not in never
-    assert "packet duplicated" in never
+    assert "crash" not in never
+    assert "connection stalled" in never
 
 
 # ── the ledger ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -221,7 +221,7 @@ def test_the_rendering_has_ranges_time_faults_by_class_transitions_and_broken_la
     assert "| 5 | 3 | 0123456789 | aa | 2026-01-01 00:00 | 10 on 2 | 0.3 | 10 | 5 | 6: nobody waits |" in text
     assert "| crash | 6 |" in text
     assert "| request: WAITING ─admit→ | 10 |" in text
-    assert "Never: packet duplicated" in text
+    assert "Never: connection reset" in text
 
 
 def test_ranges_from_files_are_added_and_shown_on_the_page(tmp_path: Path) -> None:

@@ -60,14 +60,14 @@ class World:
         return stream_of(self.seed, name)
 
     def at(self, at_us: int, act: Act, *arguments: object) -> None:
-        self.schedule(at_us, act, arguments)
+        self.put(at_us, act, arguments)
 
-    def schedule(self, at_us: int, act: Act, arguments: tuple[object, ...]) -> None:
+    def put(self, at_us: int, act: Act, arguments: tuple[object, ...]) -> None:
         self._sequence += 1
         heapq.heappush(self._heap, (at_us if at_us > self.now_us else self.now_us, self._sequence, act, arguments))
 
     def after(self, delay_us: int, act: Act, *arguments: object) -> None:
-        self.schedule(self.now_us + delay_us, act, arguments)
+        self.put(self.now_us + delay_us, act, arguments)
 
     @property
     def next_us(self) -> int | None:
@@ -122,10 +122,10 @@ class Host:
 
     def after(self, delay_us: int, act: Act, *arguments: object) -> None:
         world = self.world
-        world.schedule(world.now_us + delay_us, self._run, (self.lives, act, arguments))
+        world.put(world.now_us + delay_us, self._run, (self.lives, act, arguments))
 
     def at(self, at_us: int, act: Act, *arguments: object) -> None:
-        self.world.schedule(at_us, self._run, (self.lives, act, arguments))
+        self.world.put(at_us, self._run, (self.lives, act, arguments))
 
     def crash(self) -> None:
         self.lives += 1
