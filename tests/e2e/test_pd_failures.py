@@ -138,15 +138,18 @@ def test_a_giver_that_stands_still_and_wakes_up_later_changes_nothing(wanted: li
     ):
         asked = [both.submit(tokens, server.url, prompt=PROMPT) for server in running.decodes]
         wait_until(lambda: any(is_receiving(server) for server in running.decodes), "KV on its way")
-        engine = running.prefill.engine_pid()
-        os.kill(engine, signal.SIGSTOP)
+        # The whole instance: a front end that is awake would end an engine that stands still.
+        processes = (running.prefill.process.pid, running.prefill.engine_pid())
+        for pid in processes:
+            os.kill(pid, signal.SIGSTOP)
         try:
             assert [answer.result(60) for answer in asked] == [wanted, wanted]  # each did it itself in the end
             for server in running.decodes:
                 wait_until(lambda server=server: is_at_rest(server), f"nothing held:\n{server.output()}")
                 assert tokens(server.url, prompt=[9, *PROMPT], max_tokens=4)  # perhaps in the blocks that were leased before
         finally:
-            os.kill(engine, signal.SIGCONT)
+            for pid in reversed(processes):
+                os.kill(pid, signal.SIGCONT)
         for server in running.decodes:
             in_session(server)
         running.settle()

@@ -9,7 +9,8 @@ a WireError.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from functools import cache
+from typing import TypeVar, get_args
 
 import msgspec
 import numpy as np
@@ -20,7 +21,7 @@ from baton.core.engine.change_journal import EngineChanges
 from baton.core.engine.ended import EndedRequest, StartedRequest
 from baton.core.engine.gauges import DraftGauges, PeerTraffic, SchedulerGauges, StoreTraffic
 from baton.core.engine.orders import Accepted, Cancel, Drain, ReportChanges, StopAt, Submit
-from baton.core.engine.plan import Float32s, Int32s, Logprobs
+from baton.core.engine.plan import Logprobs
 from baton.core.engine.progress_watch import EngineBeat
 from baton.core.engine.records import Settled
 from baton.core.engine.request import NO_TOKENS, Prompt, Submission, Tokens
@@ -119,7 +120,6 @@ FromEngine = ReadyMessage | FailedMessage | Accepted | RefusedMessage | StepOutp
 
 PROMPT_OF_LEADER: Tokens = NO_TOKENS.copy()
 """Placeholder for the prompt of each follower in an encoded group: the prompt is sent once, with the leader."""
-_DTYPES: dict[object, np.dtype[np.generic]] = {Prompt: np.dtype("<i4"), Int32s: np.dtype("<i4"), Float32s: np.dtype("<f4")}
 _DTYPES_OF_KINDS: dict[str, np.dtype[np.generic]] = {"i": np.dtype("<i4"), "f": np.dtype("<f4")}
 
 
@@ -138,7 +138,14 @@ def decoded_array(kind: type, value: object) -> object:
         return PROMPT_OF_LEADER
     if not isinstance(value, bytes):
         raise WireError(f"a {type(value).__name__} where an array should be")
-    return array_of(value, _DTYPES[kind])
+    return array_of(value, _dtype_of(kind))
+
+
+@cache
+def _dtype_of(kind: type) -> np.dtype[np.generic]:
+    """Read the number format off an array's type. The alias in the field may differ: numpy 2.5 resolves NDArray later."""
+    _, dtype = get_args(kind)
+    return _DTYPES_OF_KINDS[np.dtype(get_args(dtype)[0]).kind]
 
 
 def array_of(data: bytes, dtype: np.dtype[_Number]) -> npt.NDArray[_Number]:
