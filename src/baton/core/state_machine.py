@@ -15,6 +15,14 @@ from typing import Generic, TypeVar
 
 from baton.core.errors import IllegalTransition
 
+
+class FastEnum(Enum):
+    """An Enum for keys of tables that are read often. Members are hashed by identity, as they compare; `Enum` calls a
+    Python function that hashes the name."""
+
+    __hash__ = object.__hash__
+
+
 State = TypeVar("State", bound=Enum)
 Move = TypeVar("Move", bound=Enum)
 

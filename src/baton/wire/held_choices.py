@@ -17,7 +17,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 import msgspec
 import numpy as np
@@ -26,7 +25,7 @@ from baton.core.engine.ended import EndedRequest
 from baton.core.engine.orders import Cancel, Submit
 from baton.core.engine.plan import Logprobs
 from baton.core.engine.request import Submission
-from baton.core.state_machine import StateMachine
+from baton.core.state_machine import FastEnum, StateMachine
 from baton.wire.engine_messages import StepOutput, ToEngine, WireError
 from baton.wire.router_messages import (
     HELD_BYTES_MAX,
@@ -50,7 +49,7 @@ GROUP_BYTES_MAX = 32 << 20
 """A held group must fit into one frame."""
 
 
-class HeldState(Enum):
+class HeldState(FastEnum):
     """The state of a choice."""
 
     ASKED = "asked"
@@ -63,7 +62,7 @@ class HeldState(Enum):
     GONE = "gone"
 
 
-class HeldMove(Enum):
+class HeldMove(FastEnum):
     ACCEPT = "accepted"
     REFUSE = "refused"
     END = "ended"

@@ -24,14 +24,13 @@ instance's own HTTP address. Pure: no clock, socket or task.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
 
 import msgspec
 
 from baton.core.engine.orders import Accepted, Cancel, Drain, ReportChanges, StopAt
 from baton.core.errors import Refusal, RefusalCode
 from baton.core.routing.events import Join
-from baton.core.state_machine import StateMachine
+from baton.core.state_machine import FastEnum, StateMachine
 from baton.wire.engine_messages import Pulse, RefusedMessage, StepOutput, ToEngine, WireError, refused
 from baton.wire.heartbeats import EngineVitals, Heartbeats
 from baton.wire.held_choices import CHOICES_MAX, FIRST_ROUTED_TICKET, HeldChoices, HeldMove, HeldState, PlacedGroup
@@ -52,14 +51,14 @@ from baton.wire.router_messages import (
 from baton.wire.step_parts import serials_of, split
 
 
-class InstanceSessionState(Enum):
+class InstanceSessionState(FastEnum):
     AWAY = "no session"
     JOINING = "joining"
     SERVING = "serving"
     TURNED_AWAY = "turned away"
 
 
-class InstanceSessionMove(Enum):
+class InstanceSessionMove(FastEnum):
     OPEN = "opened"
     WELCOME = "welcomed"
     TURN_AWAY = "turned away"

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from itertools import accumulate
 
 import msgspec
@@ -33,7 +32,7 @@ from baton.core.engine.gauges import PeerTraffic, StoreTraffic
 from baton.core.engine.orders import Accepted, Cancel, StopAt, Submit
 from baton.core.engine.request import Submission
 from baton.core.errors import BatonError, Refusal
-from baton.core.state_machine import StateMachine
+from baton.core.state_machine import FastEnum, StateMachine
 from baton.wire.engine_messages import (
     DecodedRows,
     FailedMessage,
@@ -53,7 +52,7 @@ class RequestTableClosed(BatonError):
     """The engine of this table is gone; the message says why."""
 
 
-class EntryState(Enum):
+class EntryState(FastEnum):
     SUBMITTED = "submitted"
     ABANDONED = "abandoned"
     """The submitter no longer waits for the answer."""
@@ -65,7 +64,7 @@ class EntryState(Enum):
     GONE = "gone"
 
 
-class EntryMove(Enum):
+class EntryMove(FastEnum):
     ABANDON = "abandoned"
     ACCEPT = "accepted"
     REFUSE = "refused"

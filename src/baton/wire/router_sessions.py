@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 from baton.core.bounds import REASON_CHARS_MAX
 from baton.core.engine.orders import Accepted, Cancel, Drain, StopAt
@@ -66,7 +65,7 @@ from baton.core.routing.events import (
 )
 from baton.core.routing.identity import AttemptId, ChoiceAttempt, RequestNumber
 from baton.core.routing.router import Router
-from baton.core.state_machine import StateMachine
+from baton.core.state_machine import FastEnum, StateMachine
 from baton.wire import request_table
 from baton.wire import router_messages as membership
 from baton.wire.engine_messages import RefusedMessage, StepOutput, ToEngine, WireError
@@ -128,14 +127,14 @@ NEWS = (DeliverTokens, TimelineNoted, RequestOpened, RequestDeclined, FleetChang
 """Effects that are passed on as acts; the most common first."""
 
 
-class RouterSessionState(Enum):
+class RouterSessionState(FastEnum):
     NEW = "new"
     JOINING = "joining"
     ADMITTED = "admitted"
     OVER = "over"
 
 
-class RouterSessionMove(Enum):
+class RouterSessionMove(FastEnum):
     """The events of a session."""
 
     JOIN = "join"

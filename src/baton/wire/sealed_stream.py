@@ -20,11 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum, StrEnum
+from enum import StrEnum
 from typing import Generic, NamedTuple, TypeVar
 
 from baton.core.config import BadConfig
 from baton.core.errors import IllegalTransition
+from baton.core.state_machine import FastEnum
 from baton.wire.engine_messages import FRAME_BYTES_MAX, WireError
 from baton.wire.seal import OVERHEAD_BYTES, Seal, SealBroken, SealSide
 
@@ -45,13 +46,13 @@ class ConnectionFault(StrEnum):
     TOO_MANY = "too_many"
 
 
-class ConnectionStage(Enum):
+class ConnectionStage(FastEnum):
     UNPROVED = "stranger"
     OPEN = "open"
     OVER = "over"
 
 
-class StreamMove(Enum):
+class StreamMove(FastEnum):
     PROVE = "prove"
     REFUSE = "refuse"
     """End it through the other side's fault."""

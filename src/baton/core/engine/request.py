@@ -32,7 +32,7 @@ of the slot and has not acknowledged it yet.
 
 from __future__ import annotations
 
-from enum import Enum, IntEnum, StrEnum
+from enum import IntEnum, StrEnum
 from typing import Annotated, NewType
 
 import numpy as np
@@ -54,6 +54,7 @@ from baton.core.bounds import (
     NotNegative,
     Share,
 )
+from baton.core.state_machine import FastEnum
 
 RequestId = NewType("RequestId", str)
 Serial = NewType("Serial", int)
@@ -78,7 +79,7 @@ class Phase(IntEnum):
     FINISHED = 7
 
 
-class Move(Enum):
+class Move(FastEnum):
     """Events that move a request from one phase to another."""
 
     ADMIT = "admit"

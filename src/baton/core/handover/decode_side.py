@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from dataclasses import dataclass
-from enum import Enum
 
 from baton.core.config import HandoverConfig, OnPreempt, WorkerConfig
 from baton.core.engine.arriving_rows import ArrivingRows, Lease
@@ -44,13 +43,13 @@ from baton.core.handover.messages import (
 )
 from baton.core.handover.prefill_peers import PrefillPeers
 from baton.core.handover.protocol import DIGEST_BYTES, Acts, HandoverSide, gauges_of, prompt_digest
-from baton.core.state_machine import StateMachine
+from baton.core.state_machine import FastEnum, StateMachine
 
 ATTEMPTS_MAX = 3
 """After this many asks that were declined, or offers without room, the decode side prefills a request itself."""
 
 
-class DecodeHandoverState(Enum):
+class DecodeHandoverState(FastEnum):
     ASKED = "asked"
     GRANTED = "granted"
     ARRIVING = "arriving"
@@ -60,7 +59,7 @@ class DecodeHandoverState(Enum):
     OVER = "over"
 
 
-class DecodeHandoverMove(Enum):
+class DecodeHandoverMove(FastEnum):
     GRANT = "offer granted"
     REFUSE = "offer refused"
     ARRIVE = "first bytes"

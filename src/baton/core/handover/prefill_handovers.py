@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
-from enum import Enum
 from itertools import islice
 
 from baton.core.engine.plan import Logprobs
@@ -15,11 +14,11 @@ from baton.core.engine.prefix import Key
 from baton.core.engine.request import Serial, Submission
 from baton.core.errors import InvariantViolated
 from baton.core.handover.messages import Grant, Handover, PeerId
-from baton.core.state_machine import StateMachine
+from baton.core.state_machine import FastEnum, StateMachine
 from baton.core.tiers.offload import AnyTiers
 
 
-class PrefillHandoverState(Enum):
+class PrefillHandoverState(FastEnum):
     QUEUED = "queued"
     OFFERED = "offered"
     """Its slot and blocks are held (on the general path only its serial)."""
@@ -33,7 +32,7 @@ class PrefillHandoverState(Enum):
     OVER = "over"
 
 
-class PrefillHandoverMove(Enum):
+class PrefillHandoverMove(FastEnum):
     OFFER = "offered"
     GRANTED = "granted"
     PREFILLED = "first token"

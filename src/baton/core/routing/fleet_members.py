@@ -13,14 +13,13 @@ that is gone is decided elsewhere.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import TYPE_CHECKING
 
 from baton.core.config import ROLES, Role
 from baton.core.engine.gauges import SchedulerGauges
 from baton.core.routing.config import RouterConfig
 from baton.core.routing.events import Heartbeat, Instance, Join, Session
-from baton.core.state_machine import StateMachine
+from baton.core.state_machine import FastEnum, StateMachine
 
 if TYPE_CHECKING:
     from baton.core.routing.routed_request import RoutedChoice
@@ -35,13 +34,13 @@ FENCE_US = 60_000_000
 from was more likely set back."""
 
 
-class MemberState(Enum):
+class MemberState(FastEnum):
     JOINED = "joined"
     DRAINING = "draining"
     GONE = "gone"
 
 
-class MemberMove(Enum):
+class MemberMove(FastEnum):
     DRAIN = "drain"
     PART = "connection over"
     SUSPECT = "no sign of life"

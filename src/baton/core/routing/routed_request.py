@@ -22,7 +22,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 from msgspec.structs import replace
 
@@ -34,9 +33,10 @@ from baton.core.routing.config import RouterConfig
 from baton.core.routing.events import ChoiceOutcome, Instance
 from baton.core.routing.fleet_members import FleetMember
 from baton.core.routing.identity import AttemptId, ChoiceAttempt, RequestNumber
+from baton.core.state_machine import FastEnum
 
 
-class ChoiceState(Enum):
+class ChoiceState(FastEnum):
     ABSENT = "absent"
     WAITING = "waiting"
     SENT = "sent"
@@ -45,7 +45,7 @@ class ChoiceState(Enum):
     ENDED = "ended"
 
 
-class ChoiceMove(Enum):
+class ChoiceMove(FastEnum):
     FIND = "an instance has told of it"
     PLACE = "place"
     TAKE = "taken"

@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 from baton.core.config import TierConfig
 from baton.core.engine.plan import NO_INT32S, Int32s
 from baton.core.engine.prefix import Key
 from baton.core.engine.request import Serial
+from baton.core.state_machine import FastEnum
 from baton.core.tiers.circuit_breaker import CircuitBreaker
 from baton.core.tiers.host_rows import HostRows
 from baton.core.tiers.transfers import FenceTransfer, StorageEffect, TransferId
 
 
-class TransferKind(Enum):
+class TransferKind(FastEnum):
     OUT = "copy to host"
     IN = "copy to device"
     LOOK = "look"
