@@ -410,10 +410,10 @@ class AttemptBook(RouterWatcher):
             self._laws.counted(view)
         for session in dead:
             self._laws.forgets_names(session, view)
-        for session in self._life.sessions.values():
-            if session.welcomed:
-                self._laws.in_time(session, now_us)
-        serves = any(session.serves for session in self._life.sessions.values())
+        welcomed = [session for session in self._life.sessions.values() if session.welcomed]
+        for session in welcomed:
+            self._laws.in_time(session, now_us)
+        serves = any(session.serves for session in welcomed)
         if serves or self._life.serves:
             self._life.served_us = now_us
         if not serves:

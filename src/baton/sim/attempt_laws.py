@@ -131,12 +131,11 @@ class AttemptLaws:
             old_us = now_us - max(request.arrived_us, self._life.woke_us)
             if not request.accepted and not request.found and old_us > config.deadline_us + late_us:
                 raise LawBroken(WAITS_IN_TIME, f"{request.origin!r} is {old_us} µs old")
+            if serves:
+                continue
             since_us = max(request.arrived_us, request.waits_since_us)
             alone_us = now_us - max(since_us, self._life.served_us, self._life.woke_us)
-            begun = request.found or any(
-                c.delivered or (c.placement is not None and c.placement.is_open) for c in request.choices
-            )
-            if not serves and not begun and alone_us > config.absent_us + SLACK_US:
+            if alone_us > config.absent_us + SLACK_US and not request.has_begun:
                 raise LawBroken(WAITS_IN_TIME, f"{request.origin!r} has waited for {alone_us} µs, and nobody serves")
         for session in self._life.sessions.values():
             due_us = max(session.drains_us + config.drain_us, self._life.woke_us, self._life.served_us_before)

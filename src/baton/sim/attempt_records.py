@@ -168,6 +168,13 @@ class RequestSeen:
     """It was submitted to an earlier router and reported by an instance."""
     claimed: bool = False
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a token of it was delivered, or an instance has it."""
+        return self.found or any(
+            choice.delivered or (choice.placement is not None and choice.placement.is_open) for choice in self.choices
+        )
+
 
 @dataclass(slots=True, eq=False)
 class RouterLifeSeen:

@@ -63,6 +63,7 @@ PASS_US = 1_000
 """Allowance for the time between two passes of a worker."""
 _OF_PEERS = frozenset(get_args(PeerEvent))
 _LETS_GO = frozenset((Cancel, StopAt, FrontEndLost, PeerLost, Heard))
+_MOVES_KV = (Expect, Verify, OpenShip, Ship)
 _first = itemgetter(0)
 
 
@@ -167,10 +168,16 @@ class HandoverLaws:
                 self._unrenewed = {handover for handover in self._unrenewed if handover.peer != peer}
 
     def _note_effect(self, event: Event, effect: Effect, now_us: int) -> None:
+        if isinstance(effect, _MOVES_KV) and effect.handover in self._fencing:
+            what = f"{type(effect).__name__} of {effect.handover}"
+            raise LawBroken(ALIEN_BYTES, f"{self._where} orders {what} after its fence")
         match effect:
-            case Expect(handover) | Verify(handover) | OpenShip(handover) | Ship(handover) if handover in self._fencing:
-                raise LawBroken(ALIEN_BYTES, f"{self._where} orders {type(effect).__name__} of {handover} after its fence")
-        match effect:
+            case Launch(plan):  # first: steps are most of what a worker orders
+                if self._leases:
+                    self._touches_no_lease(plan)
+            case Deliver(settled):
+                for ended in settled.ended:
+                    self._ended(ended)
             case Tell(peer, Ask() as message):
                 self._asked[_handover(peer, message)] = now_us
             case Tell(peer, Renew() as message):
@@ -200,11 +207,6 @@ class HandoverLaws:
                 self._failed_for_a_cause(event, handover, fault, now_us)
                 self._asked.pop(handover, None)
                 self._failed.add((handover.request, fault.code))
-            case Launch(plan) if self._leases:
-                self._touches_no_lease(plan)
-            case Deliver(settled):
-                for ended in settled.ended:
-                    self._ended(ended)
             case Withdrawn(ended):
                 self._ended(ended)
 

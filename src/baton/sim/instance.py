@@ -326,10 +326,10 @@ class SimulatedInstance:
             self._tell(self._transfer_events.popleft())
         while self._results and self._has_room:
             self._tell(StepDone(self._results.popleft()))
-        while self._has_room and driver.is_due:
+        while (has_room := self._has_room) and driver.is_due:
             self._tell(Tick())
         # While the line is full, `take` wakes the instance.
-        self._alarm.set(driver.wake_us() if self._has_room else None)
+        self._alarm.set(driver.wake_us() if has_room else None)
         if self._restart is not None and worker.is_idle and not self._outbox:
             if self.undelivered:  # nobody says when it is read: look again
                 self._looks.set(self.host.world.now_us + READ_LOOK_US)

@@ -310,7 +310,8 @@ class LawChecker:
 
     def took_moves(self, machine: str, moves: Mapping[tuple[State, Move], int]) -> None:
         for (state, move), times in moves.items():
-            self.moves[move_name(machine, state, move)] += times
+            if times:
+                self.moves[move_name(machine, state, move)] += times
 
     def cached_names(self, instance: SimulatedInstance) -> set[bytes]:
         """The keys of all prefixes that it has cached."""

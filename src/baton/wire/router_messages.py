@@ -19,6 +19,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
 from baton.core.bounds import (
@@ -35,7 +36,7 @@ from baton.core.engine.gauges import SchedulerGauges
 from baton.core.engine.orders import Accepted, Cancel, Drain, StopAt
 from baton.core.engine.plan import Logprobs
 from baton.core.engine.prefix import KEY_BYTES
-from baton.core.engine.request import Submission, Tokens, frozen_tokens
+from baton.core.engine.request import Submission, Tokens
 from baton.core.routing.events import MEMBERSHIP_VERSION, Join
 from baton.wire.engine_messages import (
     RefusedMessage,
@@ -72,6 +73,9 @@ Keys = Annotated[bytes, Meta(max_length=KEY_BYTES * KEYS_A_BEAT_MAX)]
 class UnknownToken(WireError):
     """A token id is not in the model's vocabulary. The router may not be at fault: before an instance has joined, it knows
     only the tokenizer's vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__("a token that is not in the vocabulary")
 
 
 # ── from instance to router ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -250,7 +254,8 @@ def check_group(group: tuple[Submission, ...], vocabulary: int) -> None:
         check_tokens(submission.prompt, vocabulary)
         check_tokens(submission.generated, vocabulary)
         sampling = submission.sampling
-        check_tokens(frozen_tokens([*sampling.stop_token_ids, *(token for token, _ in sampling.logit_bias)]), vocabulary)
+        if any(not 0 <= token < vocabulary for token in (*sampling.stop_token_ids, *dict(sampling.logit_bias))):
+            raise UnknownToken
         had, most = len(submission.generated), submission.max_tokens
         if had and most is not None and had >= most:
             raise WireError(f"not a request for an engine: {had} outputs of at most {most}, and more to come")
@@ -284,8 +289,9 @@ def _line_bytes(line: HeldChoiceMessage) -> int:
 
 
 def check_tokens(tokens: Tokens, vocabulary: int) -> None:
-    if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
-        raise UnknownToken("a token that is not in the vocabulary")
+    # As unsigned numbers, negative ones are larger than any vocabulary.
+    if len(tokens) and not int(tokens.view(np.uint32).max()) < vocabulary:
+        raise UnknownToken
 
 
 def keys_of(data: bytes) -> tuple[bytes, ...]:

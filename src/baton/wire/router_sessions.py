@@ -64,6 +64,7 @@ from baton.core.routing.events import (
     UnclaimedFound,
 )
 from baton.core.routing.identity import AttemptId, ChoiceAttempt, RequestNumber
+from baton.core.routing.routed_requests import sooner
 from baton.core.routing.router import Router
 from baton.core.state_machine import FastEnum, StateMachine
 from baton.wire import request_table
@@ -325,8 +326,11 @@ class RouterSessions:
         return [*self._handle(DeadlineCame(), now_us), *self._close_late_joins(now_us)]
 
     def next_deadline(self) -> int | None:
-        times = [session.due_us for session in self._sessions.values() if session.state is not RouterSessionState.ADMITTED]
-        return min((time for time in (*times, self.router.next_deadline()) if time is not None), default=None)
+        due_us = self.router.next_deadline()
+        for session in self._sessions.values():
+            if session.state is not RouterSessionState.ADMITTED:
+                due_us = sooner(due_us, session.due_us)
+        return due_us
 
     def _close_late_joins(self, now_us: int) -> list[Act]:
         """Close sessions in which no instance has joined in time."""

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from baton.core.engine.masks import any_true
 from baton.core.engine.plan import Int32s
 from baton.core.engine.prefix import Key, PrefixIndex
 from baton.core.errors import InvariantViolated
@@ -155,7 +156,7 @@ class BlockPool:
         self.leaving -= self._read_only_by_copies(blocks)
         self._copy_references[blocks] -= 1
         self._copy_references_total -= len(blocks)
-        if int(self._copy_references[blocks].min(initial=0)) < 0:
+        if any_true(self._copy_references[blocks] < 0):
             raise InvariantViolated("a block was given back more often than it was lent")
         self._release(blocks)
 
@@ -173,15 +174,16 @@ class BlockPool:
         self._release(blocks)
 
     def _release(self, blocks: Int32s) -> None:
-        self._references[blocks] -= 1
-        if int(self._references[blocks].min(initial=0)) < 0:
+        left = self._references[blocks] - 1
+        if any_true(left < 0):
             raise InvariantViolated("a block was dropped more often than it was held")
+        self._references[blocks] = left
         self.leaving += self._read_only_by_copies(blocks)
-        idle = blocks[self._references[blocks] == 0]
-        uncached = idle[~self._cached[idle]]
-        self._push_free(uncached)
+        idle = blocks[left == 0]
+        cached = self._cached[idle]
+        self._push_free(idle[~cached])
         # The tail of a sequence first: of blocks dropped together, the deeper one counts as older and is evicted first.
-        self._retire(idle[self._cached[idle]][::-1].tolist())
+        self._retire(idle[cached][::-1].tolist())
 
     def publish(self, keys: Sequence[Key], parents: Sequence[Key], blocks: Sequence[int]) -> None:
         """Publish blocks that are in use under keys; a key that is already taken is skipped."""
