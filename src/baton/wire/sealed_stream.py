@@ -164,7 +164,9 @@ class SealedStream:
         if opened:
             self._move(StreamMove.PROVE)
         end = None if broken is None else self.end(broken.fault, str(broken))
-        return Received(opened, [frame for frame in frames if frame], end)
+        if b"" in frames:  # signs of life
+            frames = [frame for frame in frames if frame]
+        return Received(opened, frames, end)
 
     def send(self, frames: Sequence[bytes], now_us: int) -> None:
         """Write these frames, after all earlier ones; does nothing on a connection that is not open.

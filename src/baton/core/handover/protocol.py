@@ -16,8 +16,7 @@ sessions to the driver. This module holds what both sides share.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from baton.core.engine.ended import EndedRequest
 from baton.core.engine.gauges import HandoverGauges
@@ -41,15 +40,15 @@ def prompt_digest(submission: Submission, fingerprint: bytes) -> bytes:
     return digest.digest()
 
 
-def gauges_of(peers: int, open_now: int, made: int, failed: Counter[PdCode]) -> HandoverGauges:
+def gauges_of(peers: int, open_now: int, made: int, failed: Mapping[PdCode, int]) -> HandoverGauges:
     return HandoverGauges(
         peers=peers,
         open=open_now,
         made=made,
-        refused=failed[PdCode.REFUSED],
-        not_delivered=failed[PdCode.NOT_DELIVERED],
-        preempted=failed[PdCode.PREEMPTED],
-        timed_out=failed[PdCode.TIMEOUT],
+        refused=failed.get(PdCode.REFUSED, 0),
+        not_delivered=failed.get(PdCode.NOT_DELIVERED, 0),
+        preempted=failed.get(PdCode.PREEMPTED, 0),
+        timed_out=failed.get(PdCode.TIMEOUT, 0),
     )
 
 
