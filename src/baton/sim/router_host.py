@@ -285,7 +285,7 @@ class RouterHost:
         before = self._lives()
         try:
             message = decode_from_instance(frame)
-            if isinstance(message, Join) and message.name != STRANGER and not self.knows(message.name):
+            if isinstance(message, Join) and message.name != STRANGER and self.connection_of(message.name) is None:
                 self._shut(session, "the member whose old life it pretends to be is gone")  # it could join as that one
                 return
             acts = self._watched.receive(session, message, self.host.world.now_us)
@@ -307,9 +307,6 @@ class RouterHost:
 
     def _lives(self) -> list[tuple[str, int]]:
         return [(view.facts.name, view.facts.incarnation) for view in self.sessions.router.views()]
-
-    def knows(self, name: str) -> bool:
-        return any(name == known for known, _ in self._lives())
 
     def connection_of(self, name: str) -> RouterLine | None:
         """The connection in which the instance of this name is a member; None: it is none.
