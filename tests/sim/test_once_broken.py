@@ -31,6 +31,7 @@ ONCE_BROKEN = {
     "a device went on with the steps behind one that hung, and told their layers before they were computed": 767,
     "a connection of a crashed instance, opened after that of its next life, was taken for its connection": 716485647,
     "a connection of a crashed front end, opened after that of the next one, was taken for its connection": 716505877,
+    "the end of one choice counted as the beginning of the wait of another choice of its request": 716501659,
 }
 
 
