@@ -29,6 +29,9 @@ ONCE_BROKEN = {
     "retries of choices that were found where they were stayed booked, and others waited for them": 1269,
     "an instance that was idle when it was told to restart waited for something to happen": 936000245,
     "a device went on with the steps behind one that hung, and told their layers before they were computed": 767,
+    "a stranger of another model came first to a restarted router, which did not know its own, and joined": 716489807,
+    "a request that such a stranger claimed to hold was taken for one that a client had asked for": 716495427,
+    "such a stranger was a member of which the laws knew nothing": 716487279,
 }
 
 
