@@ -13,11 +13,14 @@ from baton.executor.fingerprint import SCRIPTED_MARK
 from baton.sim.exhaustive import fleet_world
 from baton.sim.fuzzed_world import FuzzedWorld
 from baton.sim.router_host import RouterHost
-from baton.sim.zombies import KnownStranger, forged
+from baton.sim.zombies import KnownStranger, ZombieInstance, forged
 from tests.support.routing import facts
 
 WITHIN_US = 300_000
-"""All strangers have come and gone."""
+"""All strangers have come and gone; an old life, which sends no heartbeats, is not suspected yet."""
+JOINED_WITHIN_US = 20_000
+OLD_LIFE = 7
+"""Number of an old life: beyond those of the instances."""
 
 
 @pytest.fixture
@@ -47,3 +50,11 @@ def send_strangers(site: FuzzedWorld) -> None:
 def test_no_stranger_joins_a_router_without_members(site: FuzzedWorld, router: RouterHost) -> None:
     send_strangers(site)
     assert not router.open_at()
+
+
+def test_no_stranger_takes_the_place_of_an_old_life_that_was_welcomed(site: FuzzedWorld, router: RouterHost) -> None:
+    ZombieInstance(site.world, site.all_lines[0], router, join(incarnation=1), OLD_LIFE).come_back()
+    site.until(JOINED_WITHIN_US)
+    (session,) = router.open_at()
+    send_strangers(site)
+    assert list(router.open_at()) == [session]

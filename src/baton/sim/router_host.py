@@ -288,8 +288,8 @@ class RouterHost:
         before = self._lives()
         try:
             message = decode_from_instance(frame)
-            if isinstance(message, Join) and message.name != STRANGER and not self.knows(message.name):
-                self._shut(session, "the member whose old life it pretends to be is gone")  # it could join as that one
+            if isinstance(message, Join) and message.name != STRANGER and not self._is_outlived(message):
+                self._shut(session, "no later life of whom it pretends to be is a member")  # it could join as that one
                 return
             acts = self._watched.receive(session, message, self.host.world.now_us)
         except WireError as error:
@@ -313,6 +313,9 @@ class RouterHost:
 
     def knows(self, name: str) -> bool:
         return any(name == known for known, _ in self._lives())
+
+    def _is_outlived(self, join: Join) -> bool:
+        return any(join.name == known and join.incarnation < life for known, life in self._lives())
 
     def wake(self) -> None:
         self.disturbed_us = self.host.world.now_us
