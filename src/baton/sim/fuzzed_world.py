@@ -12,7 +12,6 @@ from functools import partial
 from baton.core.routing.config import RouterConfig
 from baton.core.tiers.transfers import TransferId
 from baton.executor.contract import ExecutorShape
-from baton.executor.fingerprint import SCRIPTED_MARK
 from baton.executor.scripted import ScriptedExecutor
 from baton.sim.attempt_book import AttemptBook
 from baton.sim.client_requests import VOCABULARY, ClientRequest
@@ -231,7 +230,7 @@ class FuzzedWorld:
         scenario = self.scenario
         self.checker.behind_router = True
         # As in production: without the mark, whoever comes first to a router that has just started decides on its model.
-        router = replace(router, model_mark=SCRIPTED_MARK)
+        router = replace(router, model_mark=ScriptedExecutor.mark)
         router_host = RouterHost(self.world, self._connections, router, self._secret, AttemptBook(router, self))
         router_faults = RouterFaults(
             self.world, self._connections, router_host, self.nodes, scenario.rates, scenario.span_us

@@ -288,7 +288,7 @@ class RouterHost:
         before = self._lives()
         try:
             message = decode_from_instance(frame)
-            if isinstance(message, Join) and message.name != STRANGER and not self._is_outlived(message):
+            if isinstance(message, Join) and message.name != STRANGER and not self.knows(message.name, message.incarnation):
                 self._shut(session, "no later life of whom it pretends to be is a member")  # it could join as that one
                 return
             acts = self._watched.receive(session, message, self.host.world.now_us)
@@ -311,11 +311,9 @@ class RouterHost:
     def _lives(self) -> list[tuple[str, int]]:
         return [(view.facts.name, view.facts.incarnation) for view in self.sessions.router.views()]
 
-    def knows(self, name: str) -> bool:
-        return any(name == known for known, _ in self._lives())
-
-    def _is_outlived(self, join: Join) -> bool:
-        return any(join.name == known and join.incarnation < life for known, life in self._lives())
+    def knows(self, name: str, later_than: int = 0) -> bool:
+        """Whether an incarnation of this name that is later than the given one is a member."""
+        return any(name == known and life > later_than for known, life in self._lives())
 
     def wake(self) -> None:
         self.disturbed_us = self.host.world.now_us
