@@ -32,6 +32,9 @@ ONCE_BROKEN = {
     "a connection of a crashed instance, opened after that of its next life, was taken for its connection": 716485647,
     "a connection of a crashed front end, opened after that of the next one, was taken for its connection": 716505877,
     "the end of one choice counted as the beginning of the wait of another choice of its request": 716501659,
+    "a stranger of another model came first to a restarted router, which did not know its own, and joined": 716489807,
+    "a request that such a stranger claimed to hold was taken for one that a client had asked for": 716495427,
+    "such a stranger was a member of which the laws knew nothing": 716487279,
 }
 
 

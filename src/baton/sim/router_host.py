@@ -8,7 +8,7 @@ class carries out the acts of RouterSessions; all decisions are the production o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -285,8 +285,8 @@ class RouterHost:
         before = self._lives()
         try:
             message = decode_from_instance(frame)
-            if isinstance(message, Join) and message.name != STRANGER and self.connection_of(message.name) is None:
-                self._shut(session, "the member whose old life it pretends to be is gone")  # it could join as that one
+            if isinstance(message, Join) and message.name != STRANGER and not _is_outlived(message, before):
+                self._shut(session, "no later life of whom it pretends to be is a member")  # it could join as that one
                 return
             acts = self._watched.receive(session, message, self.host.world.now_us)
         except WireError as error:
@@ -455,3 +455,8 @@ class RouterLine:
                 self._router_host.heard_stranger(self.session, frame)
             else:
                 self._router_host.heard(self.session, frame)
+
+
+def _is_outlived(join: Join, members: Iterable[tuple[str, int]]) -> bool:
+    """Whether a later life of the instance that joins is a member."""
+    return any(name == join.name and incarnation > join.incarnation for name, incarnation in members)
