@@ -5,16 +5,19 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from baton.core.engine.ended import Bill, EndedRequest
 from baton.core.engine.orders import Accepted
+from baton.core.engine.request import FinishReason, Serial, Submission
 from baton.core.errors import RefusalCode
 from baton.core.routing.config import RouterConfig
-from baton.core.routing.events import Session, UnclaimedFound
+from baton.core.routing.events import ChoiceOutcome, DeliverTokens, Session, UnclaimedFound
 from baton.core.routing.identity import RequestNumber
 from baton.sim.attempt_book import COUNT_EVERY, AttemptBook
 from baton.sim.attempt_laws import SLACK_US
 from baton.sim.faults import Fault
-from baton.sim.law_names import BACK_OFF, DRAINS_IN_TIME, WAITS_IN_TIME, LawBroken
-from baton.wire.engine_messages import RefusedMessage
+from baton.sim.law_names import BACK_OFF, DESERVED_END, DRAINS_IN_TIME, WAITS_IN_TIME, LawBroken
+from baton.wire.engine_messages import RefusedMessage, StepOutput
+from baton.wire.heartbeats import NO_GAUGES
 from baton.wire.router_messages import (
     AllHeldSaid,
     FromInstance,
@@ -25,7 +28,7 @@ from baton.wire.router_messages import (
     Welcome,
 )
 from baton.wire.router_sessions import SayToInstance
-from tests.support.routing import facts, submission
+from tests.support.routing import choices, facts, submission
 
 CONFIG = RouterConfig(absent_us=50_000, drain_us=200_000, beat_us=200_000, suspect_us=60_000_000)
 FIRST, SECOND = Session(1), Session(2)
@@ -65,10 +68,19 @@ class Watched:
         self.book.acted(SayToInstance(session, Welcome("router", 1, 1)), now_us + said_us)
         self.look(now_us + said_us)
 
-    def place(self, session: Session, now_us: int) -> None:
-        group = (submission("x"),)
+    def place(self, session: Session, now_us: int, *choices: Submission) -> None:
+        group = choices or (submission("x"),)
         self.book.asked(RequestNumber(1), group, b"x", now_us)
-        self.book.acted(SayToInstance(session, PlaceAttempt(1, group, (0,), 1, b"x")), now_us)
+        indices = tuple(range(len(group)))
+        self.book.acted(SayToInstance(session, PlaceAttempt(1, group, indices, len(group), b"x")), now_us)
+
+    def end(self, session: Session, serial: int, reason: FinishReason, now_us: int) -> None:
+        ended = EndedRequest(Serial(serial), reason, 0, Bill())
+        self.book.heard(session, StepOutput(b"", b"", b"", (), (), (ended,), NO_GAUGES), now_us)
+
+    def outcome(self, choice: int, reason: FinishReason, now_us: int) -> None:
+        outcome = ChoiceOutcome(reason, 0, Bill(attempts=1))
+        self.book.acted(DeliverTokens(RequestNumber(1), choice, [], None, None, outcome), now_us)
 
     def look(self, now_us: int) -> None:
         self.book.looked(self, now_us)
@@ -156,3 +168,27 @@ def test_a_request_that_was_accepted_waits_from_the_loss_of_its_instance_on() ->
     watched.book.lost(FIRST, 90_000)
     watched.look(90_000 + CONFIG.absent_us + SLACK_US)
     assert broken_by(watched, 90_001 + CONFIG.absent_us + SLACK_US) == WAITS_IN_TIME
+
+
+def one_of_two_choices_has_ended() -> Watched:
+    """Nobody serves from 10,000 µs on; the second choice is lost at 20,000 µs, and the first one ends at 60,000 µs."""
+    watched = Watched()
+    watched.join(FIRST, 0)
+    watched.place(FIRST, 0, *choices("x", 2))
+    watched.book.heard(FIRST, Accepted(1, (7, 8)), 0)
+    watched.book.heard(FIRST, Leaving(), 10_000)
+    watched.look(10_000)
+    watched.end(FIRST, 8, FinishReason.RESCHEDULE, 20_000)
+    watched.end(FIRST, 7, FinishReason.STOP, 60_000)
+    watched.outcome(0, FinishReason.STOP, 60_000)
+    return watched
+
+
+def test_the_end_of_one_choice_does_not_begin_the_wait_of_another_again() -> None:
+    one_of_two_choices_has_ended().outcome(1, FinishReason.RESCHEDULE, 20_000 + CONFIG.absent_us)
+
+
+def test_a_choice_is_not_given_up_before_it_has_waited_long_enough_itself() -> None:
+    with pytest.raises(LawBroken) as caught:
+        one_of_two_choices_has_ended().outcome(1, FinishReason.RESCHEDULE, 19_999 + CONFIG.absent_us)
+    assert caught.value.law == DESERVED_END

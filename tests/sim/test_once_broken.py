@@ -29,6 +29,12 @@ ONCE_BROKEN = {
     "retries of choices that were found where they were stayed booked, and others waited for them": 1269,
     "an instance that was idle when it was told to restart waited for something to happen": 936000245,
     "a device went on with the steps behind one that hung, and told their layers before they were computed": 767,
+    "a connection of a crashed instance, opened after that of its next life, was taken for its connection": 716485647,
+    "a connection of a crashed front end, opened after that of the next one, was taken for its connection": 716505877,
+    "the end of one choice counted as the beginning of the wait of another choice of its request": 716501659,
+    "a stranger of another model came first to a restarted router, which did not know its own, and joined": 716489807,
+    "a request that such a stranger claimed to hold was taken for one that a client had asked for": 716495427,
+    "such a stranger was a member of which the laws knew nothing": 716487279,
 }
 
 

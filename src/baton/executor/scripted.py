@@ -100,10 +100,13 @@ class _Slot:
 
 
 class ScriptedExecutor:
+    mark = SCRIPTED_MARK
+    """The part of the fingerprint that all scripted executors share."""
+
     def __init__(self, shape: ExecutorShape, vocabulary: int = 512, layers: int = 1, allocate: Allocate = zeroed) -> None:
         self.shape = shape
         self.vocabulary = vocabulary
-        self.fingerprint = SCRIPTED_MARK + str(vocabulary).encode() + (f":{layers}".encode() if layers > 1 else b"")
+        self.fingerprint = self.mark + str(vocabulary).encode() + (f":{layers}".encode() if layers > 1 else b"")
         layer_bytes = shape.block_size * np.dtype(np.uint64).itemsize
         raw = allocate(shape.blocks * layers * layer_bytes)
         self.kv = KvView(raw.reshape(shape.blocks, -1), spans([layer_bytes] * layers), "uint64")

@@ -137,7 +137,7 @@ class AttemptBook(RouterWatcher):
                 placement.choice.losses += 1
                 placement.choice.turned_down_by = known.name
                 if placement.serial is not None:
-                    placement.request.waits_since_us = now_us
+                    placement.choice.waits_since_us = now_us
             placement.called_back = True
         self._life.dead.append(known)
 
@@ -215,7 +215,7 @@ class AttemptBook(RouterWatcher):
         choice.bills.append(ended.bill)
         placement.billed = True
         self._yields_counted(placement, placement.preemptions + ended.bill.preemptions)
-        placement.request.waits_since_us = now_us
+        choice.waits_since_us = now_us
         if ended.reason is FinishReason.RESCHEDULE and ended.fault is not None and ended.fault.code in NO_ROOM:
             if placement.in_place:
                 raise LawBroken(LAST_MOVE, f"{choice.name} was to resume at {session.name}, which ends it: {ended}")
@@ -275,8 +275,7 @@ class AttemptBook(RouterWatcher):
                 self._placed(session, message, now_us)
             case Cancel(serial):
                 if serial in session.serials:
-                    session.serials[serial].called_back = True
-                    session.serials[serial].request.waits_since_us = now_us
+                    session.serials[serial].call_back(now_us)
             case StopAt(serial):
                 if serial in session.serials:
                     session.serials[serial].stopped = True

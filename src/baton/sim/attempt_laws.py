@@ -96,7 +96,8 @@ class AttemptLaws:
         """Whether it was lost too often, was not accepted in time, or has waited too long for an instance."""
         config, life = self._config, self._life
         losses_max = min(config.loss_retry_count, config.fruitless_loss_count - 1)
-        absent_us = now_us - max(life.served_us, request.arrived_us, request.waits_since_us)
+        waits_since_us = max(c.waits_since_us for c in request.choices if c is choice or c.outcome is None)
+        absent_us = now_us - max(life.served_us, request.arrived_us, waits_since_us)
         nobody = absent_us >= config.absent_us and not any(s.serves for s in life.sessions.values())
         overdue = now_us >= request.arrived_us + config.deadline_us and not request.accepted
         return choice.losses > losses_max or nobody or overdue
@@ -133,7 +134,7 @@ class AttemptLaws:
                 raise LawBroken(WAITS_IN_TIME, f"{request.origin!r} is {old_us} µs old")
             if serves:
                 continue
-            since_us = max(request.arrived_us, request.waits_since_us)
+            since_us = max(request.arrived_us, *(choice.waits_since_us for choice in request.choices))
             alone_us = now_us - max(since_us, self._life.served_us, self._life.woke_us)
             if alone_us > config.absent_us + SLACK_US and not request.has_begun:
                 raise LawBroken(WAITS_IN_TIME, f"{request.origin!r} has waited for {alone_us} µs, and nobody serves")

@@ -49,6 +49,11 @@ class ChoiceAtInstance:
             return False
         return self.choice.placement is self and self.choice.outcome is None
 
+    def call_back(self, now_us: int) -> None:
+        if self.is_open:  # else its choice is elsewhere, or waits already
+            self.choice.waits_since_us = now_us
+        self.called_back = True
+
     def is_left_running(self) -> bool:
         """Whether its choice has another placement, and nobody has told its instance."""
         told = self.called_back or self.ended is not None
@@ -143,6 +148,8 @@ class ChoiceSeen:
     turned_down_by: str = ""
     """The instance that refused it last, or was lost with it."""
     no_room_us: int | None = None
+    waits_since_us: int = 0
+    """When an instance that had accepted it was last lost, ended it or was told to."""
     max_tokens: int | None = None
     bills: list[Bill] = field(default_factory=list)
     outcome: ChoiceOutcome | None = None
@@ -158,8 +165,6 @@ class RequestSeen:
     choices: list[ChoiceSeen]
     placements: list[ChoiceAtInstance] = field(default_factory=list)
     over: bool = False
-    waits_since_us: int = 0
-    """When an instance that had accepted it was last lost, or gave it up."""
     left: bool = False
     """Its client disconnected, or did not come back to resume it."""
     accepted: bool = False

@@ -37,8 +37,8 @@ class FleetChecks:
         self._router_faults.heal()
 
     def serves(self, node: InstanceHost) -> bool:
-        """Whether both ends are in the same session, the router has welcomed it there, and it does not drain or leave."""
-        front_end, connection = node.front_end, self.router_host.connections.get(node.number)
+        """Whether it is a member in the session that it was welcomed in, and does not drain or leave."""
+        front_end, connection = node.front_end, self.router_host.connection_of(node.name)
         if (
             connection is None
             or node.instance is None
@@ -50,8 +50,7 @@ class FleetChecks:
             or front_end.drains
         ):
             return False
-        same = front_end.line.session == connection.line.session
-        return same and front_end.serves and connection.session is not None and self.router_host.knows(node.name)
+        return front_end.serves and front_end.line.session == connection.line.session
 
     @property
     def is_quiet(self) -> bool:
@@ -77,7 +76,7 @@ class FleetChecks:
     def _names_are_true(self, node: InstanceHost, said: set[bytes], cached: set[bytes]) -> None:
         if said != cached:
             raise LawBroken(TRUE_NAMES, f"{node.name} has {len(cached)} prefixes cached and says so of {len(said)}")
-        connection = self.router_host.connections.get(node.number)
+        connection = self.router_host.connection_of(node.name)
         session = None if connection is None else connection.session
         for key in sorted(said):
             if session not in self.router_host.holders(key):

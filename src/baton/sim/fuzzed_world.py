@@ -6,6 +6,7 @@ Owns their construction, the loop that advances time, and the answers to which l
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from baton.core.routing.config import RouterConfig
@@ -228,6 +229,8 @@ class FuzzedWorld:
     def _fleet(self, router: RouterConfig) -> FleetChecks:
         scenario = self.scenario
         self.checker.behind_router = True
+        # As in production: without the mark, whoever comes first to a router that has just started decides on its model.
+        router = replace(router, model_mark=ScriptedExecutor.mark)
         router_host = RouterHost(self.world, self._connections, router, self._secret, AttemptBook(router, self))
         router_faults = RouterFaults(
             self.world, self._connections, router_host, self.nodes, scenario.rates, scenario.span_us

@@ -224,7 +224,7 @@ class RouterFaults:
         join = self._join_of(node)
         if self._over or join is None or node.front_end is None or not node.front_end.serves or node.front.paused:
             return
-        if not self._router_host.knows(node.name):
+        if self._router_host.connection_of(node.name) is None:
             return
         if stream.random() < BY_MEMBER_SHARE:
             node.trouble()

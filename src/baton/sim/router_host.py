@@ -8,7 +8,7 @@ class carries out the acts of RouterSessions; all decisions are the production o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +19,7 @@ from baton.core.routing.events import (
     ChoiceOutcome,
     DeliverTokens,
     FleetChanged,
+    Instance,
     Join,
     RequestDeclined,
     RequestOpened,
@@ -138,8 +139,6 @@ class RouterHost:
         self.former_sessions: list[RouterSessions] = []
         self.found: dict[bytes, UnclaimedAnswer] = {}
         """Unclaimed requests, by their origin."""
-        self.connections: dict[int, RouterLine] = {}
-        """By number of the instance: the connection that it opened last."""
         self.forged: set[tuple[int | None, bytes]] = set()
         """Frames that no member sends, with the number of the connection; a member that does must be disconnected."""
         self.kept: dict[tuple[bytes, int], set[int]] = {}
@@ -172,7 +171,6 @@ class RouterHost:
             self._watched = WatchedSessions(self.sessions, twin)
         self.watcher.begin(self.host.world.now_us)
         self._alarm = Alarm(self.host, self._tick)
-        self.connections = {}
         self._lines.listen(self.host, ROUTER, self._accept)
         self._note(f"starts life {self.host.lives + 1}")
 
@@ -260,7 +258,6 @@ class RouterHost:
         session = self._watched.connected(self.host.world.now_us)
         self._by_session[session] = connection
         if connection.number is not None:
-            self.connections[connection.number] = connection
             self.watcher.connected(session, connection.number)
         self._alarm.set(self.sessions.next_deadline())
         return session
@@ -288,8 +285,8 @@ class RouterHost:
         before = self._lives()
         try:
             message = decode_from_instance(frame)
-            if isinstance(message, Join) and message.name != STRANGER and not self.knows(message.name):
-                self._shut(session, "the member whose old life it pretends to be is gone")  # it could join as that one
+            if isinstance(message, Join) and message.name != STRANGER and not _is_outlived(message, before):
+                self._shut(session, "no later life of whom it pretends to be is a member")  # it could join as that one
                 return
             acts = self._watched.receive(session, message, self.host.world.now_us)
         except WireError as error:
@@ -311,8 +308,14 @@ class RouterHost:
     def _lives(self) -> list[tuple[str, int]]:
         return [(view.facts.name, view.facts.incarnation) for view in self.sessions.router.views()]
 
-    def knows(self, name: str) -> bool:
-        return any(name == known for known, _ in self._lives())
+    def connection_of(self, name: str) -> RouterLine | None:
+        """The connection in which the instance of this name is a member; None: it is none.
+
+        It need not be the one that was opened last: the router may read the proof of a connection of an earlier life after
+        that of the present one.
+        """
+        member = self.sessions.router.fleet.by_name.get(Instance(name))
+        return None if member is None else self._by_session.get(member.session)
 
     def wake(self) -> None:
         self.disturbed_us = self.host.world.now_us
@@ -452,3 +455,8 @@ class RouterLine:
                 self._router_host.heard_stranger(self.session, frame)
             else:
                 self._router_host.heard(self.session, frame)
+
+
+def _is_outlived(join: Join, members: Iterable[tuple[str, int]]) -> bool:
+    """Whether a later life of the instance that joins is a member."""
+    return any(name == join.name and incarnation > join.incarnation for name, incarnation in members)
