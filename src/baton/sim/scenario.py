@@ -59,6 +59,8 @@ SPLITS = (
 HANDED_OVER_TOKENS = 20
 """A prompt long enough that an instance with a prefill peer does not prefill it itself."""
 PLAIN_COPIES = CopyTimes(begin_us=100, block_us=20, jitter_us=0, stage_us=100, fence_us=500)
+RENEWAL_SENT_US = 5_000
+"""Allowance for a renewal of a lease to reach the other side."""
 PLAIN_STORE = StoreTimes(delay_us=500, jitter_us=0, objects_max=1024)
 
 
@@ -133,12 +135,15 @@ class Scenario:
 
     def can_hand_over(self, tokens: int) -> bool:
         """Whether a prompt of `tokens` tokens is always prefilled by a peer when there is no fault."""
-        giver, protected = self.giver, not self.config.max_preemptions
+        giver, handover, protected = self.giver, self.config.handover, not self.config.max_preemptions
+        step_us = self.times.step_us(0, 0, min(tokens, giver.step_tokens), 0)
         steps = -(-tokens // giver.step_tokens) + giver.depth + 2
         pieces = -(-tokens // giver.block_size) * self.layers
-        takes_us = 2 * steps * self.times.step_us(0, 0, min(tokens, giver.step_tokens), 0) + 2 * pieces * self.kv.piece_us
-        in_time = takes_us + 50_000 < self.config.handover.deadline_us
-        return tokens < giver.context_tokens and not protected and in_time
+        takes_us = 2 * steps * step_us + 2 * pieces * self.kv.piece_us
+        in_time = takes_us + 50_000 < handover.deadline_us
+        # A renewal that becomes due during a step is sent when the step ends.
+        is_renewed = giver.handover.renew_us + step_us + RENEWAL_SENT_US <= handover.lease_us
+        return tokens < giver.context_tokens and not protected and in_time and is_renewed
 
     @property
     def has_store(self) -> bool:
