@@ -236,6 +236,17 @@ def count_preemptions_anew(patch: Patch) -> None:
     _regrouped(patch, lambda item, _: msgspec.structs.replace(item, preemptions=0))
 
 
+@core("a request goes on where it was found, though it was preempted elsewhere meanwhile")
+def resume_where_preemptions_are_unknown(patch: Patch) -> None:
+    wanted_then = patch.original("_wanted")
+
+    def wanted(choice: RoutedChoice, item: HeldChoice) -> bool:
+        known = max(item.preemptions, choice.preemptions)
+        return bool(wanted_then(choice, replace(item, preemptions=known)))
+
+    patch.set("_wanted", wanted)
+
+
 @core("an instance protects only what it has itself preempted too often")
 def protect_for_own_preemptions_only(patch: Patch) -> None:
     def protects(self: Admission, request: Request) -> bool:

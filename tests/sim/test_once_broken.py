@@ -36,6 +36,8 @@ ONCE_BROKEN = {
     "a request that such a stranger claimed to hold was taken for one that a client had asked for": 716495427,
     "such a stranger was a member of which the laws knew nothing": 716487279,
     "a lease ran out before its renewal, which is sent between two steps of the device, could arrive": 59727613,
+    "a request that was preempted elsewhere went on at an instance that did not know it, and was preempted again": 940026844,
+    "a request that waited at a peer behind more important ones was taken for one that was held for a dead peer": 940035235,
 }
 
 

@@ -149,7 +149,7 @@ class FuzzedWorld:
                 return
         for other in self.nodes:
             if other.name in node.peers and other.instance is not None and other.instance.worker is not None:
-                self.checker.nothing_held_for(other.instance, node.name, since_us)
+                self.checker.nothing_held_for(other.instance, node.name, node.instance, since_us)
 
     def audit_all(self) -> None:
         for node in self.nodes:

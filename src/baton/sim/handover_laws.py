@@ -6,7 +6,7 @@ from events and effects alone and is independent of the worker's own tables.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import get_args
@@ -98,15 +98,17 @@ class HandoverLaws:
         self.made = 0
         """Hand-overs adopted in this life."""
 
-    def held_for(self, peer: str, before_us: int) -> str | None:
-        """Words for something open for this peer since before `before_us`; None: nothing is."""
+    def held_for(self, peer: str, before_us: int, queued: Collection[tuple[int, int]]) -> str | None:
+        """Words for something open for this peer since before `before_us`; None: nothing is. `queued`: (request, attempt) of
+        what waits at the peer, which lives, behind more important requests."""
         for what, opened in (
             ("a request of it", self._asked),
             ("a lease", {handover: lease.opened_us for handover, lease in self._leases.items()}),
             ("a connection", self._outgoing),
         ):
             for handover, at_us in opened.items():
-                if handover.peer == peer and at_us < before_us:
+                waits = (handover.request, handover.attempt) in queued
+                if handover.peer == peer and at_us < before_us and not waits:
                     return f"{self._where} has {what} open: {handover}"
         return None
 

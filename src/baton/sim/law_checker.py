@@ -26,6 +26,7 @@ from baton.core.engine.prefix import Key, PrefixIndex
 from baton.core.engine.request import FinishReason, Phase, RequestId, Serial, Submission
 from baton.core.engine.worker import Deliver, Effect, Event, FrontEndLost, GroupRefused, StepDone, Withdrawn, Worker
 from baton.core.errors import InvariantViolated, Refusal, RefusalCode
+from baton.core.handover.prefill_handovers import PrefillHandoverState
 from baton.core.routing.events import ChoiceOutcome
 from baton.core.tiers.transfers import TransferId
 from baton.executor.scripted import undisturbed
@@ -338,9 +339,11 @@ class LawChecker:
         laws = self._record(instance).transfers
         return 0 if laws is None else laws.looks
 
-    def nothing_held_for(self, instance: SimulatedInstance, peer: str, since_us: int) -> None:
+    def nothing_held_for(
+        self, instance: SimulatedInstance, peer: str, peer_life: SimulatedInstance | None, since_us: int
+    ) -> None:
         laws = self._record(instance).peers
-        held = None if laws is None else laws.held_for(peer, since_us)
+        held = None if laws is None else laws.held_for(peer, since_us, _queued_at(peer_life, instance.host.name))
         if held is not None:
             raise LawBroken(HANDOVERS_END, f"{held}; {peer} died or the world healed at {since_us}")
 
@@ -505,3 +508,14 @@ def as_law(work: Callable[[], None]) -> None:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{PurePath(frame.filename).name}:{frame.lineno}, {frame.name}"
         raise LawBroken(OWN_CHECKS, f"{type(error).__name__} in {where}: {error}") from error
+
+
+def _queued_at(prefill: SimulatedInstance | None, peer: str) -> set[tuple[int, int]]:
+    """(request, attempt) of what this peer has asked it for and whose turn has not come."""
+    side = None if prefill is None or prefill.worker is None else prefill.worker.prefill_side
+    entries = () if side is None else side.open()
+    return {
+        (entry.handover.request, entry.handover.attempt)
+        for entry in entries
+        if entry.handover.peer == peer and entry.state is PrefillHandoverState.QUEUED
+    }

@@ -188,6 +188,23 @@ def test_what_is_elsewhere_by_now_or_differs_or_is_over_is_not_kept() -> None:
     assert not bench.ever(UnclaimedFound)
 
 
+def test_what_was_preempted_elsewhere_meanwhile_is_sent_anew_with_its_count() -> None:
+    bench = Bench(RouterConfig(preempt_retry_exclude_decode=False))
+    session = bench.join(facts("a"))
+    _, send = bench.open(*choices("x", 1))
+    bench.came(send, 5)
+    bench.tell(InstanceLost(session, "reset"))
+    bench.join(facts("b"))
+    moved = bench.sent()
+    bench.take(moved)
+    bench.came(moved, 6, end=ended(FinishReason.RESCHEDULE, PREEMPTED, Bill(preemptions=1)))
+    bench.join(facts("a"), held(41, 5, 6, 7))
+    assert admitted(bench).keep == (), "the instance does not know of the preemption, and might preempt it again"
+    bench.pass_us(1_000_000)
+    sent = bench.ever(SendAttempt)[-1].group[0]
+    assert (sent.preemptions, sent.generated.tolist()) == (1, [5, 6])
+
+
 def test_an_origin_is_hashed_once_however_many_of_its_choices_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[bytes] = []
     monkeypatch.setattr(adopting, "digest_of", lambda origin: hashed.append(origin) or digest_of(origin))
