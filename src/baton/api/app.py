@@ -58,6 +58,9 @@ class RouterExtras:
     """Further paths that need no API key."""
 
 
+NO_ROUTER = RouterExtras()
+
+
 class ApiRoutes:
     def __init__(
         self,
@@ -219,7 +222,7 @@ def create_app(
     text: ModelText,
     settings: ApiSettings,
     metrics: Metrics | None = None,
-    extras: RouterExtras = RouterExtras(),  # noqa: B008
+    extras: RouterExtras = NO_ROUTER,
     proofs: RequestProofs | None = None,
 ) -> FastAPI:
     """The HTTP surface of one engine. Loads nothing and starts nothing; uvicorn (or a test) runs it.
