@@ -26,7 +26,6 @@ from baton.core.engine.prefix import Key, PrefixIndex
 from baton.core.engine.request import FinishReason, Phase, RequestId, Serial, Submission
 from baton.core.engine.worker import Deliver, Effect, Event, FrontEndLost, GroupRefused, StepDone, Withdrawn, Worker
 from baton.core.errors import InvariantViolated, Refusal, RefusalCode
-from baton.core.handover.prefill_handovers import PrefillHandoverState
 from baton.core.routing.events import ChoiceOutcome
 from baton.core.tiers.transfers import TransferId
 from baton.executor.scripted import undisturbed
@@ -517,5 +516,5 @@ def _queued_at(prefill: SimulatedInstance | None, peer: str) -> set[tuple[int, i
     return {
         (entry.handover.request, entry.handover.attempt)
         for entry in entries
-        if entry.handover.peer == peer and entry.state is PrefillHandoverState.QUEUED
+        if entry.handover.peer == peer and entry.serial is None
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
 from baton.core.config import OnPreempt, TierConfig, WorkerConfig
@@ -16,7 +17,6 @@ from baton.core.engine.orders import Cancel, StopAt
 from baton.core.engine.plan import StepPlan
 from baton.core.engine.request import Serial
 from baton.core.engine.worker import Effect, Event, FrontEndLost, Launch, StepDone, Tick
-from baton.core.state_machine import FastEnum
 from baton.core.tiers.transfers import (
     CopyIn,
     CopyOut,
@@ -44,7 +44,7 @@ from baton.sim.law_names import (
 NOTHING: frozenset[int] = frozenset()
 
 
-class TransferClass(FastEnum):
+class TransferClass(Enum):
     OUT = "copy to host"
     IN = "copy to device"
     LOOK = "look"
@@ -52,7 +52,7 @@ class TransferClass(FastEnum):
     PUT = "put"
 
 
-class TransferEnd(FastEnum):
+class TransferEnd(Enum):
     """The end of a transfer, as its driver reports it."""
 
     DONE = "all of it done"
