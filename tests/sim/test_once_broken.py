@@ -50,7 +50,7 @@ def test_a_world_that_once_broke_a_law_breaks_none(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.xfail(strict=True, raises=AssertionError, reason="each of 16 moves asks again for a prefill")
 def test_requests_whose_prefill_takes_longer_than_a_hand_over_may_end_in_time() -> None:
-    """The only instance that decodes gives up each hand-over after 150 ms, and its peers need 500 ms. Every request ends, since
+    """The only instance that decodes gives up each hand-over after 150 ms, and its peers need 500. Every request ends, since
     its last move stays and is prefilled where it is; but until then the router names a peer for it every time."""
     broken = FuzzedRun(draw_scenario(340374106)).verdict().broken
     assert broken is None, str(broken)
