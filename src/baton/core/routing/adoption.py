@@ -255,10 +255,9 @@ def _wanted(choice: RoutedChoice, item: HeldChoice) -> bool:
     delivered, history = choice.delivered, _history(item)
     if history[: len(delivered)] != delivered:
         return False
+    # It was preempted elsewhere meanwhile: this instance does not know that, and might preempt it once too often.
     if item.end is None and item.preemptions < choice.preemptions:
-        return (
-            False  # it was preempted elsewhere meanwhile, and this instance, which does not know it, might preempt it again
-        )
+        return False
     if choice.state in (ChoiceState.ABSENT, ChoiceState.WAITING):
         return True
     # Another instance runs it by now. A choice of ours stays there; an orphan's may be the shorter of two histories.
