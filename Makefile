@@ -17,7 +17,10 @@ T ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+
+# Where the environment forbids bytecode, each of the hundreds of processes that tests start would compile all of Baton anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup serve test test-long test-all test-gpu check format bench bench-gpu fuzz chaos clean
 
@@ -28,7 +31,7 @@ serve: $(READY)
 
 # Three at a time, of about as many seconds each. Those that start processes mostly wait for them, and what they wait for has
 # time limits: they go first. The others only compute, and take what is left of two cores.
-LAWS := tests/bench tests/benchmarks tests/core tests/laws tests/mutations tests/sim tests/wire
+LAWS := tests/bench tests/benchmarks tests/cli tests/core tests/fuzz tests/laws tests/mutations tests/sim tests/wire
 ENGINES := tests/contract tests/docs tests/executor tests/kv tests/parity tests/surface
 ELSEWHERE := tests/tidy
 
@@ -49,9 +52,19 @@ test: $(READY)
 	cat $$logs/laws $$logs/engines; rm -rf $$logs; exit $$status
 endif
 
-# One after the other, with nothing beside it: some of it measures time.
+# First, with nothing beside it, what asserts that little time passes. Then two at a time: those that start processes, and those
+# that only compute. Then worlds, which take all cores themselves.
+TIMED := tests/bench tests/e2e
+COMPUTING := tests/api tests/core tests/fuzz tests/laws tests/mutations tests/sim tests/wire
+LONG := -m "slow and not timed" --durations=20
+test-long: export OMP_NUM_THREADS := 1
 test-long: $(READY)
-	$(BIN)/python -m pytest -m slow --durations=30
+	$(BIN)/python -m pytest -m "slow and timed" --durations=20 $(TIMED)
+	@log=$$(mktemp); status=0; \
+	nice $(BIN)/python -m pytest $(LONG) $(COMPUTING) >$$log 2>&1 & computing=$$!; \
+	$(BIN)/python -m pytest $(LONG) $(addprefix --ignore=,$(COMPUTING)) || status=1; \
+	wait $$computing || status=1; \
+	cat $$log; rm -f $$log; exit $$status
 	$(BIN)/baton sim fuzz --seeds $(WORLDS)
 	$(BIN)/baton sim fuzz --first-seed random --seeds $(RANDOM_WORLDS)
 
@@ -98,9 +111,13 @@ fuzz: $(READY)
 chaos: $(READY)
 	$(BIN)/baton chaos --faults $(FAULTS)
 
-$(READY): pyproject.toml constraints.txt
+# Everything by its hash first, and nothing that would have to be built; then torch, whose file differs by registry and whose
+# other needs are there by then; then Baton itself, built by what was installed.
+$(READY): pyproject.toml constraints.txt requirements.lock
 	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) -e '.[dev,plot,valkey,mooncake]' || $(INSTALL) -e '.[dev,plot,valkey]'  # mooncake is not for every platform
+	$(INSTALL) --no-deps --only-binary=:all: --require-hashes -r requirements.lock
+	$(INSTALL) -c constraints.txt torch
+	$(INSTALL) --no-deps --no-build-isolation -e .
 	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib src || true  # pip would on one core; a few files are not meant to compile
 	tools/mooncake-libraries.sh $(CURDIR)/$(VENV)
 	tools/browser.sh

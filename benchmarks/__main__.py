@@ -10,7 +10,10 @@ import typer
 from baton.cli.lazy_commands import loading
 
 COMMANDS = {
+    "agents": "benchmarks.agents:agents",
     "compare": "benchmarks.compare:compare",
+    "constraints": "benchmarks.constraints:constraints",
+    "constrained-rows": "benchmarks.constrained_rows:constrained_rows",
     "pressure": "benchmarks.pressure:pressure",
     "fleet-pressure": "benchmarks.fleet_pressure:fleet_pressure",
     "fleet-overload": "benchmarks.fleet_overload:fleet_overload",
@@ -28,6 +31,10 @@ COMMANDS = {
     "router": "benchmarks.router:router",
     "routing": "benchmarks.routing:routing",
     "health": "benchmarks.health:health",
+    "hostile": "benchmarks.hostile:hostile",
+    "hostile-schemas": "benchmarks.hostile_schemas:hostile_schemas",
+    "idempotency": "benchmarks.idempotency:idempotency",
+    "soak": "benchmarks.soak:soak",
 }
 
 app = typer.Typer(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -20,10 +19,11 @@ import msgspec
 
 from baton.bench.child_processes import Child, ChildFailed, free_port, started
 from baton.bench.client import open_http
+from baton.node.baton_command import baton_command
 
 START_LIMIT_S = 180.0
 POLL_S = 0.1
-_BATON = (sys.executable, "-m", "baton")
+_BATON = baton_command()
 
 
 class _Listed(msgspec.Struct):

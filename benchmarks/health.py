@@ -16,7 +16,6 @@ import json
 import os
 import re
 import signal
-import sys
 import threading
 import time
 import urllib.error
@@ -31,6 +30,7 @@ import typer
 
 from baton.bench.chaos_signals import engine_of
 from baton.bench.child_processes import Child, ChildFailed, started
+from baton.node.baton_command import baton_command
 
 START_S_MAX = 180.0
 LIMIT_S = 90.0
@@ -85,7 +85,7 @@ def _holds(condition: Callable[[], bool]) -> bool:
 @contextmanager
 def serving(*words: str) -> Iterator[tuple[Child, str]]:
     """A `baton` process, and its address."""
-    with started(f"baton {words[0]}", (sys.executable, "-m", "baton", *words), {"NO_COLOR": "1"}) as child:
+    with started(f"baton {words[0]}", baton_command(*words), {"NO_COLOR": "1"}) as child:
 
         def has_address() -> bool:
             child.check_alive()

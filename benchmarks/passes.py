@@ -51,7 +51,7 @@ from baton.kv.store import Store, open_store
 from baton.kv.transfer_contract import KvLayout
 from baton.node.clock import monotonic_us
 from baton.node.engine import EngineLoop
-from baton.node.engine_setup import PacedExecutor
+from baton.node.engine_setup import MaskClock, PacedExecutor
 from baton.node.gc_pauses import freeze_gc
 from baton.node.inbox import EngineInbox
 from baton.node.kv_storage import KvStorage
@@ -228,7 +228,8 @@ class PassEngine:
         self._inbox = EngineInbox()
         self._storage = KvStorage(HostBlocks(pool), layout, options.host_rows, store, self._inbox.put)
         self.worker = TimedWorker(config, PrefixIndex(b"bench", executor.fingerprint, config.blocks))
-        paced = PacedExecutor(executor, options.step_ms / 1000)
+        step_s = options.step_ms / 1000
+        paced = PacedExecutor(executor, step_s, MaskClock(step_s))
         timed = TimedStorage(self._storage, self.worker.meter)
         self._loop = EngineLoop(self.worker, paced, back, self._inbox, storage=timed)
         self._draws = np.random.default_rng(0)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -41,6 +40,7 @@ from baton.bench.machine import OtherLoad, other_load
 from baton.bench.report import summarise
 from baton.core.config import WorkerConfig
 from baton.executor.contract import ExecutorShape
+from baton.node.baton_command import baton_command
 from baton.node.engine_setup import worker_config
 from baton.node.settings import EngineSettings
 from baton.sim.cluster import PlannedRequest, RunSpec, simulate
@@ -169,7 +169,7 @@ def command_of(settings: EngineSettings) -> ServerCommand:
         "--victims": settings.victims, "--max-waiting": settings.waiting_max,
     }  # fmt: skip
     arguments = [part for name, value in flags.items() for part in (name, str(value))]
-    return ServerCommand(OURS, (sys.executable, "-m", "baton", "serve", str(settings.model_folder), *arguments))
+    return ServerCommand(OURS, baton_command("serve", str(settings.model_folder), *arguments))
 
 
 class Figures(msgspec.Struct, frozen=True):

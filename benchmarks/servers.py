@@ -21,7 +21,6 @@ import asyncio
 import contextlib
 import os
 import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -45,6 +44,7 @@ from baton.bench.client import (
 from baton.bench.load import ClosedLoopRate, LoadPlan, RunResult, run_load
 from baton.bench.report import summarise
 from baton.bench.workload import BenchSession, Endpoint, Recipe, Round, TokenRange, WorkloadShape, fixed_sessions
+from baton.node.baton_command import baton_command
 from benchmarks.runner import MeasurementFailed, Progress, Report, machine_title
 
 POLL_S = 0.05
@@ -104,7 +104,7 @@ WARM_UP_SEED = 77
 
 
 def our_command(shape: ServerShape, extra: str) -> ServerCommand:
-    launch = (sys.executable, "-m", "baton", "serve", str(shape.model), *_shared_flags(shape), *shlex.split(extra))
+    launch = baton_command("serve", str(shape.model), *_shared_flags(shape), *shlex.split(extra))
     return ServerCommand(OURS, launch)
 
 

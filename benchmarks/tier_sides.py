@@ -7,7 +7,6 @@ that are read before and after a run. An instance without a model (`scripted`) i
 from __future__ import annotations
 
 import contextlib
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import msgspec
 
 from baton.bench.stats import median
 from baton.bench.workload import TokenRange
+from baton.node.baton_command import baton_command
 from benchmarks.runner import Progress
 from benchmarks.servers import (
     WARM_UP_SEED,
@@ -139,7 +139,7 @@ def store_args(side: TierSide, folder: Path | None, limit: str, link_bytes_per_s
 def serve_side(name: str, model: Path | None, args: Sequence[str]) -> ServerCommand:
     """The server command; without a model, the scripted executor."""
     served = ("--executor", SCRIPTED) if model is None else (str(model), "--dtype", "bfloat16")
-    return ServerCommand(name, (sys.executable, "-m", "baton", "serve", *served, *args), {"BATON_LOG_LEVEL": "warning"})
+    return ServerCommand(name, baton_command("serve", *served, *args), {"BATON_LOG_LEVEL": "warning"})
 
 
 def counts_of(serving: RunningServer) -> Counts:

@@ -14,9 +14,12 @@ import pytest
 import uvicorn
 
 from baton.api.app import create_app
+from baton.api.constraint_compiler import ConstraintCompiler
 from baton.api.continuation import RequestProofs
-from baton.api.model_text import ModelText, SamplingDefaults
+from baton.api.model_text import ModelText
+from baton.api.sampling_defaults import SamplingDefaults
 from baton.api.settings import ApiSettings
+from tests.api.compiler import GrammarsOnly
 from tests.api.engine import ScriptedEngine
 from tests.api.tokenizers_made_here import TEMPLATE, byte_level
 
@@ -103,13 +106,17 @@ def every_server_ends() -> Iterator[None]:
 
 @contextmanager
 def serving(
-    engine: ScriptedEngine, text: ModelText, settings: ApiSettings, proofs: RequestProofs | None = None
+    engine: ScriptedEngine,
+    text: ModelText,
+    settings: ApiSettings,
+    proofs: RequestProofs | None = None,
+    compiler: ConstraintCompiler | None = None,
 ) -> Iterator[Served]:
     """A real uvicorn on a free loopback port, in a thread of its own."""
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))
     port = sock.getsockname()[1]
-    app = create_app(engine, text, settings, proofs=proofs)
+    app = create_app(engine, text, settings, proofs=proofs, compiler=compiler or GrammarsOnly())
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1))
 
     def run() -> None:

@@ -9,13 +9,16 @@ it cost. Where told to, it ends an attempt early with a fault, as an instance do
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
-from baton.api.engine import EngineDead, EngineInfo, Gauges, Sink, StreamEnd, TokenBurst, TokenLogprob
+import numpy as np
+
+from baton.api.engine import EngineDead, EngineInfo, Gauges, NotServing, Sink, StreamEnd, TokenBurst
+from baton.api.logprob_columns import TokenLogprob
 from baton.api.original_request import OriginalRequest
 from baton.core.engine.ended import Bill
 from baton.core.engine.gauges import SchedulerGauges
-from baton.core.engine.request import FinishReason, Submission
+from baton.core.engine.request import FinishReason, PromptLogprobs, Submission
 from baton.core.errors import Refusal, Refused
 from baton.core.handover.faults import PdFault
 
@@ -55,6 +58,8 @@ class ScriptedStream:
         chunks = [tokens[i : i + size] for i in range(0, len(tokens), size)] or [()]
         if reason is FinishReason.RESCHEDULE and engine.faults_come_alone:
             chunks.append(())
+        for part in self._prompt():
+            yield TokenBurst((), (), None, prompt_logprobs=(part,))
         for number, chunk in enumerate(chunks):
             await self._pause(number * size)
             last = number == len(chunks) - 1
@@ -95,11 +100,26 @@ class ScriptedStream:
     async def _pause(self, done: int) -> None:
         engine = self._engine
         if engine.dies_after is not None and done >= engine.dies_after:
-            engine.death = "killed by the test"
-            raise EngineDead(engine.death)
+            engine.death = NotServing("killed by the test")
+            raise EngineDead(str(engine.death))
         if engine.hangs_after is not None and done >= engine.hangs_after:
             await self._let_go.wait()
         await asyncio.sleep(engine.pause_s)
+
+    def _prompt(self) -> Iterator[PromptLogprobs]:
+        """Log-probabilities of the prompt, in parts; some come again, as after a move, and differ a little."""
+        prompt, asked = self.submission.prompt, self.submission.sampling.prompt_logprobs
+        if asked is None or len(self.submission.generated) or self._engine.loses_prompts:
+            return
+        first = range(1, min(len(prompt), 4))
+        for value, places in ((-0.25, first), (-0.26, range(1, len(prompt)))):
+            if not len(places):
+                continue
+            tokens = prompt[places.start : places.stop]
+            top_ids = (tokens[:, None] + np.arange(asked, dtype=np.int32)) % self._engine.info.vocabulary
+            top = np.float32(value) - np.arange(asked, dtype=np.float32) + np.zeros_like(top_ids, dtype=np.float32)
+            chosen, ranks = np.full(len(tokens), value, dtype=np.float32), np.full(len(tokens), 1, dtype=np.int32)
+            yield PromptLogprobs(0, places.start, chosen, ranks, top_ids, top)
 
     def _logprob(self, token: int) -> TokenLogprob:
         count = self.submission.sampling.logprobs or 0
@@ -132,12 +152,14 @@ class ScriptedEngine:
         self.reason: FinishReason | None = None
         self.fault: Callable[[Submission], PdFault | None] = lambda _: None
         """Whose attempt ends after the script, and how."""
+        self.loses_prompts = False
+        """Log-probabilities of prompts never come."""
         self.faults_come_alone = False
         """Else with the last tokens."""
         self.dies_after: int | None = None
         self.hangs_after: int | None = None
         self.refusal: Refusal | None = None
-        self.death: str | None = None
+        self.death: NotServing | None = None
         self.draining = False
         self.groups: list[list[Submission]] = []
         self.origins: list[OriginalRequest | None] = []
@@ -146,7 +168,7 @@ class ScriptedEngine:
     async def submit(self, group: Sequence[Submission], origin: OriginalRequest | None = None) -> list[ScriptedStream]:
         self.origins.append(origin)
         if self.death is not None:
-            raise EngineDead(self.death)
+            raise EngineDead(str(self.death))
         if self.refusal is not None:
             raise Refused(self.refusal)
         self.groups.append(list(group))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import socket
+import tracemalloc
 
 import pytest
 
+from baton.api import schema
 from baton.core.errors import Refusal, RefusalCode
 from tests.api.conftest import REPLY, Reply, Served
 from tests.api.engine import ScriptedEngine
@@ -72,13 +74,31 @@ FIELDS: list[tuple[str, object]] = [
     ("ignore_eos", "no"),
     ("best_of", 2),
     ("suffix", "end"),
-    ("tools", [{"type": "function"}]),
+    ("tools", [{"type": "function", "function": {"name": "f"}}]),  # this model has no place for them
     ("tool_choice", "required"),
     ("functions", [{}]),
-    ("response_format", {"type": "json_object"}),
-    ("response_format", {"type": "json_schema", "json_schema": {}}),
-    ("guided_json", {}),
-    ("structured_outputs", {"regex": "a"}),
+    ("response_format", {"type": "json_schema"}),
+    ("response_format", "json"),
+    ("guided_json", 5),
+    ("guided_json", ""),
+    ("guided_json", "{"),
+    ("guided_json", {"type": "nothing"}),
+    ("guided_json", {"enum": ["x" * 1000] * 1000}),
+    ("guided_regex", "("),
+    ("guided_regex", 5),
+    ("guided_choice", []),
+    ("guided_choice", "red"),
+    ("guided_grammar", ""),
+    ("guided_whitespace_pattern", " *"),
+    ("structured_outputs", {}),
+    ("structured_outputs", "a"),
+    ("allowed_token_ids", []),
+    ("allowed_token_ids", [320]),
+    ("allowed_token_ids", [True]),
+    ("bad_words", [""]),
+    ("bad_words", "word"),
+    ("bad_words", ["w"] * 257),
+    ("bad_words", ["w" * 300]),
     ("audio", {"voice": "loud"}),
     ("modalities", ["text", "audio"]),
     ("use_beam_search", True),
@@ -106,13 +126,13 @@ CHAT_FIELDS: list[tuple[str, object, str]] = [
     ("messages", [{"content": "hi"}], "messages[0].role"),
     ("messages", [{"role": "user"}], "messages[0].content"),
     ("messages", [{"role": "root", "content": "hi"}], "messages[0].role"),
-    ("messages", [{"role": "tool", "content": "hi"}], "messages[0].role"),
+    ("messages", [{"role": "tool", "content": "hi"}], "messages[0].tool_call_id"),
     ("messages", [{"role": "user", "content": 5}], "messages[0].content"),
     ("messages", [{"role": "user", "content": [5]}], "messages[0].content"),
     ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages[0].content"),
     ("messages", [{"role": "user", "content": [{"type": "input_audio"}]}], "messages[0].content"),
     ("messages", [{"role": "user", "content": [{"type": "text", "text": 5}]}], "messages[0].content"),
-    ("messages", [{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls"),
+    ("messages", [{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls[0].id"),
     ("messages", [{"role": "assistant", "content": ""}], "messages"),
     ("messages", [1] * 300_000, "messages[0]"),
     ("logprobs", 5, "logprobs"),
@@ -122,6 +142,8 @@ CHAT_FIELDS: list[tuple[str, object, str]] = [
     ("chat_template_kwargs", {"messages": []}, "chat_template_kwargs"),
     ("chat_template_kwargs", {"chat_template": "{{ 1 }}"}, "chat_template_kwargs"),
     ("chat_template_kwargs", {"a b": 1}, "chat_template_kwargs"),
+    ("chat_template_kwargs", {"bos_token": ""}, "chat_template_kwargs"),
+    ("chat_template_kwargs", {"eos_token": "x"}, "chat_template_kwargs"),
     ("chat_template_kwargs", [], "chat_template_kwargs"),
     ("echo", True, "echo"),
 ]
@@ -234,9 +256,9 @@ def test_more_tokens_at_least_than_at_most_is_refused(served: Served) -> None:
     assert is_refusal(served.complete(min_tokens=3, max_tokens=2), "min_tokens")
 
 
-def test_echo_with_logprobs_is_refused(served: Served) -> None:
-    assert is_refusal(served.complete(echo=True, logprobs=1), "logprobs")
+def test_too_many_log_probabilities_are_refused(served: Served) -> None:
     assert is_refusal(served.complete(logprobs=21), "logprobs")
+    assert is_refusal(served.complete(prompt_logprobs=21), "prompt_logprobs")
 
 
 def test_an_unknown_model_is_a_404(served: Served) -> None:
@@ -253,7 +275,7 @@ def test_over_the_context_is_said_as_openai_says_it(served: Served) -> None:
 
 def test_paths_and_methods_that_are_not_there(served: Served) -> None:
     for method, path, status in [
-        ("GET", "/", 404),
+        ("POST", "/", 405),
         ("GET", "/v1", 404),
         ("GET", CHAT, 405),
         ("DELETE", CHAT, 405),
@@ -410,3 +432,15 @@ def test_a_field_that_only_routers_may_set_is_refused_by_its_name_and_counted(se
         reply = served.complete(**{name: value})
         assert (reply.status, reply.error["param"]) == (400, name)
     assert f'baton_refused_fields_total{{field="{name}"}} 3.0' in served.call("GET", "/metrics").body.decode()
+
+
+def test_names_of_unknown_fields_are_not_kept_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schema, "_logged", {})
+    tracemalloc.start()
+    try:
+        for number in range(64):
+            schema.parse(b'{"prompt": "a", "%d%s": 1}' % (number, b"x" * (256 << 10)), schema.CompletionBody)
+        kept_bytes = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert kept_bytes < 1 << 20

@@ -11,7 +11,9 @@ import openai
 import pytest
 
 from baton.api.app import create_app
-from baton.api.model_text import ModelText, SamplingDefaults
+from baton.api.engine import NotServing
+from baton.api.model_text import ModelText
+from baton.api.sampling_defaults import SamplingDefaults
 from baton.api.settings import ApiSettings
 from baton.core.engine.request import FinishReason
 from baton.core.errors import BatonError
@@ -62,7 +64,7 @@ def test_an_answer_read_to_its_end_is_not_aborted(served: Served, engine: Script
 
 def test_a_dead_engine_is_a_503_and_health_says_why(served: Served, engine: ScriptedEngine) -> None:
     assert served.call("GET", "/health").status == served.call("GET", "/ready").status == 200
-    engine.death = "out of luck"
+    engine.death = NotServing("out of luck")
     for reply in (served.chat(), served.chat(stream=True), served.call("GET", "/health"), served.call("GET", "/ready")):
         assert (reply.status, reply.error["type"], reply.error["code"]) == (503, "engine_dead", "engine_dead")
         assert "out of luck" in reply.error["message"]
@@ -153,6 +155,14 @@ def test_without_a_known_key_there_is_only_health(locked: Served) -> None:
     assert locked.call("GET", "/health").status == locked.call("GET", "/ready").status == 200
     assert locked.chat(headers=bearer("two")).status == 200
     assert locked.call("GET", "/metrics", headers=bearer("one")).status == 200
+
+
+def test_without_a_key_health_tells_how_an_engine_died_and_no_detail(locked: Served, engine: ScriptedEngine) -> None:
+    engine.death = NotServing("the front end cannot talk to the engine", "OSError: /run/secret is gone")
+    for path in ("/health", "/ready"):
+        told = {key: locked.call("GET", path, headers=bearer(key)).error["message"] for key in ("", "wrong", "one")}
+        assert told[""] == told["wrong"] == "The engine is dead: the front end cannot talk to the engine"
+        assert "/run/secret" in told["one"]
 
 
 def test_no_kv_is_shared_between_tenants_nor_between_salts(locked: Served, engine: ScriptedEngine) -> None:
@@ -310,10 +320,10 @@ async def test_tokenising_does_not_hold_up_the_event_loop(
     begun, release = threading.Event(), threading.Event()
 
     class Slow(ModelText):
-        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
             begun.set()
             release.wait(20)
-            return super().encode(text, add_special_tokens)
+            return super().encode(text, add_special_tokens, parse_special)
 
     slow = Slow(text._tokenizer, chat_template=TEMPLATE, eos_ids=text.eos_ids)
     body = json.dumps({"prompt": "hi", "max_tokens": 1, "user": "x" * 4096}).encode()  # a long one: it goes to a thread

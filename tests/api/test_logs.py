@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -9,15 +10,21 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import httpx2 as httpx
 import msgspec
 import pytest
 
+from baton.api.app import create_app
+from baton.api.auth import tenant_of
 from baton.api.engine import Gauges
-from baton.api.logs import StateLog
+from baton.api.errors import ApiError, invalid
+from baton.api.logs import REFUSALS_A_SECOND, DenialLog, RefusalLog, StateLog
+from baton.api.model_text import ModelText
+from baton.api.settings import ApiSettings
 from baton.core.engine.ended import Bill
 from baton.core.engine.gauges import DraftGauges, HandoverGauges, SchedulerGauges, StorageGauges, StoreTraffic
 from baton.core.errors import Refusal, RefusalCode
-from tests.api.conftest import Served
+from tests.api.conftest import Served, serving
 from tests.api.engine import ScriptedEngine
 from tests.support.waiting import wait_until
 
@@ -49,12 +56,12 @@ def test_a_finished_request_has_one_line_with_its_cost_and_the_state(served: Ser
     served.chat(headers={"X-Request-Id": "two"}, stream=True)
     first, second = lines()
     assert first == {
-        "id": "one", "path": "/v1/completions", "status": "200", "finish": "length,length", "prompt": "2", "completion": "6",
-        "cached": "1", **PAID, "preemptions": "4", "recomputed": "14", "restored": "10", **STATE,
+        "id": "one", "path": "/v1/completions", "status": "200", "tenant": "-", "finish": "length,length", "prompt": "2",
+        "completion": "6", "cached": "1", **PAID, "preemptions": "4", "recomputed": "14", "restored": "10", **STATE,
     }  # fmt: skip
     assert second == {
-        "id": "two", "path": "/v1/chat/completions", "status": "200", "finish": "stop", "prompt": "5", "completion": "17",
-        "cached": "1", **PAID, **STATE,
+        "id": "two", "path": "/v1/chat/completions", "status": "200", "tenant": "-", "finish": "stop", "prompt": "5",
+        "completion": "17", "cached": "1", **PAID, **STATE,
     }  # fmt: skip
 
 
@@ -76,6 +83,22 @@ def test_a_death_is_logged_without_a_cost(served: Served, engine: ScriptedEngine
     (line,) = lines()
     assert (line["status"], line["finish"]) == ("503", "cut")
     assert {line[name] for name in PAID} == {"-"}
+
+
+def test_of_many_refused_requests_few_are_logged_and_all_are_counted(engine: ScriptedEngine, lines: Lines) -> None:
+    now_s = 0.0
+    log = RefusalLog(engine, lambda: now_s)
+
+    def refuse() -> None:
+        with pytest.raises(ApiError), log.logged("one", "/v1/completions"):
+            raise invalid("n", "n is too large")
+
+    for _ in range(100):
+        refuse()
+    assert len(lines()) == 20
+    now_s = 1.0
+    refuse()
+    assert lines()[-1]["left_out"] == "80"
 
 
 def test_a_refused_request_is_logged_with_its_status_and_the_state(
@@ -274,3 +297,41 @@ def test_every_metric_of_the_dashboard_is_there_from_the_start(served: Served) -
     there = {re.split(r"[{ ]", sample, maxsplit=1)[0] for sample in samples(served)}
     assert named
     assert named <= there
+
+
+def test_who_is_denied_is_logged_with_its_address_and_a_path_that_breaks_no_line(
+    engine: ScriptedEngine, text: ModelText, lines: Lines
+) -> None:
+    settings = ApiSettings(served_model_names=("tiny",), api_keys=("key",))
+    with serving(engine, text, settings) as locked:
+        locked.call("GET", "/v1/models/a%0Ab%20c=d", headers={"X-Request-Id": "one", "Authorization": "Bearer wrong"})
+        locked.chat(headers={"X-Request-Id": "two", "Authorization": "Bearer key"})
+    first, second = lines()
+    assert first == {"id": "one", "path": "/v1/models/a%0Ab%20c%3Dd", "status": "401", "client": "127.0.0.1"}
+    assert (second["id"], second["tenant"]) == ("two", tenant_of("key")[:8])
+
+
+def test_guesses_at_a_key_fill_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "baton.access")
+    now_s = 0.0
+    denials = DenialLog(lambda: now_s)
+    for _ in range(500):
+        denials.log("id", "/", 401, "10.0.0.9")
+    assert len(caplog.messages) == REFUSALS_A_SECOND
+    now_s = 2.0
+    denials.log("id", "/", 401, "10.0.0.9")
+    assert caplog.messages[-1] == f"id=id path=/ status=401 client=10.0.0.9 left_out={500 - REFUSALS_A_SECOND}"
+
+
+def test_a_client_that_a_proxy_made_up_is_no_field_of_ours(engine: ScriptedEngine, text: ModelText, lines: Lines) -> None:
+    app = create_app(engine, text, ApiSettings(served_model_names=("tiny",), api_keys=("key",)))
+
+    async def ask(client: str) -> None:
+        transport = httpx.ASGITransport(app=app, client=(client, 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as asking:
+            await asking.get("/v1/models")
+
+    for client in ("1.2.3.4 status=200", "::1", ""):
+        asyncio.run(ask(client))
+    assert [line["client"] for line in lines()] == ["unknown", "::1", "unknown"]
+    assert {line["status"] for line in lines()} == {"401"}

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from baton.api.model_text import ModelText, SamplingDefaults, TemplateRefused, load_text
+from baton.api.model_text import ModelText, TemplateRefused, load_text
+from baton.api.sampling_defaults import SamplingDefaults
 from tests.api.tokenizers_made_here import TEMPLATE, byte_level
 
 
@@ -73,3 +74,9 @@ def test_a_template_runs_in_a_sandbox() -> None:
     text = ModelText(byte_level(), chat_template="{{ messages.__class__.__mro__ }}{{ ''.__class__.__mro__[1]() }}")
     with pytest.raises(TemplateRefused):
         text.render_chat([{"role": "user", "content": "hi"}], True, {})
+
+
+def test_a_token_that_the_tokenizer_names_is_not_the_clients_to_set() -> None:
+    text = ModelText(byte_level(), chat_template="{{ think_token }}", special_tokens={"think_token": "<|end|>"})
+    with pytest.raises(TemplateRefused, match="may not set 'think_token'"):
+        text.render_chat([{"role": "user", "content": "hi"}], True, {"think_token": "x"})

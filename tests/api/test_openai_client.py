@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -302,3 +303,45 @@ def test_a_request_id_comes_back_and_errors_have_one(client: openai.OpenAI) -> N
         client.chat.completions.create(model="tiny", messages=[])
     assert caught.value.request_id
     assert caught.value.param == "messages"
+
+
+def test_an_answer_continues_the_last_message(client: openai.OpenAI, engine: ScriptedEngine, text: ModelText) -> None:
+    messages: list[Any] = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well, <|end|> "}]
+    client.chat.completions.create(model="tiny", messages=messages, extra_body={"continue_final_message": True})
+    continued = list(engine.groups[-1][0].prompt)
+    client.chat.completions.create(model="tiny", messages=messages, extra_body={"add_generation_prompt": False})
+    ended = list(engine.groups[-1][0].prompt)
+    assert text.decode(continued).endswith("Well, <|end|> ")
+    assert ended[: len(continued)] == continued
+    assert len(ended) > len(continued)
+
+
+@pytest.mark.parametrize(
+    ("last", "further"),
+    [
+        ({"role": "user", "content": "hi"}, {}),
+        ({"role": "assistant", "content": ""}, {}),
+        ({"role": "assistant", "content": "x"}, {"add_generation_prompt": True}),
+    ],
+)
+def test_only_a_message_of_the_assistant_is_continued(client: openai.OpenAI, last: Any, further: dict[str, bool]) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model="tiny", messages=[last], extra_body={"continue_final_message": True, **further})
+    assert refused.value.param == "continue_final_message"
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_every_chunk_may_have_the_usage_so_far(client: openai.OpenAI, n: int) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(client.completions.create(model="tiny", prompt="hello", n=n, stream=True, stream_options=options))
+    chunks_of_chat = list(
+        client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "hi"}], n=n, stream=True, stream_options=options
+        )
+    )
+    for stream in (chunks, chunks_of_chat):
+        counts = [chunk.usage.completion_tokens for chunk in stream if chunk.usage is not None]
+        assert len(counts) == len(stream)
+        assert counts == sorted(counts)
+        assert counts[-2] == counts[-1]
+        assert len({chunk.usage.prompt_tokens for chunk in stream if chunk.usage is not None}) == 1

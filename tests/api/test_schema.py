@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, settings
 from schemathesis import Case
 from schemathesis.checks import not_a_server_error
+from schemathesis.schemas import BaseSchema
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     negative_data_rejection,
@@ -35,11 +37,19 @@ TEXT = ModelText(byte_level(), chat_template=TEMPLATE, eos_ids=[300])
 ENGINE = ScriptedEngine(lambda _: [104, 105], vocabulary=320)
 LEAVING = ScriptedEngine(lambda _: [104, 105], vocabulary=320)
 LEAVING.fault = lambda _: PdFault(PdCode.PREEMPTED, PdStage.DECODE, "preempted")
-schema = schemathesis.openapi.from_asgi("/openapi.json", create_app(ENGINE, TEXT, ApiSettings(("tiny",))))
 MISDIRECTED = ScriptedEngine(lambda _: [], vocabulary=320)
 MISDIRECTED.refusal = Refusal(RefusalCode.WRONG_ROLE, "this instance prefills for others")
-misdirected = schemathesis.openapi.from_asgi("/openapi.json", create_app(MISDIRECTED, TEXT, ApiSettings(("tiny",))))
-leaving = schemathesis.openapi.from_asgi("/openapi.json", create_app(LEAVING, TEXT, ApiSettings(("tiny",))))
+
+
+def declared(engine: ScriptedEngine, every_bound: bool = False) -> BaseSchema:
+    """`every_bound`: not only drawn requests, but thousands more that walk along the bounds of every field."""
+    made = schemathesis.openapi.from_asgi("/openapi.json", create_app(engine, TEXT, ApiSettings(("tiny",))))
+    made.config.phases.coverage.enabled = every_bound
+    return made
+
+
+schema, bounds = declared(ENGINE), declared(ENGINE, every_bound=True)
+misdirected, leaving = declared(MISDIRECTED), declared(LEAVING)
 
 
 def generated(examples: int) -> settings:
@@ -54,13 +64,20 @@ def generated(examples: int) -> settings:
 
 
 @schema.parametrize()
-@generated(40)
+@generated(12)
 def test_generated_requests_get_what_is_declared(case: Case) -> None:
     case.call_and_validate(checks=list(CHECKS))
 
 
+@pytest.mark.slow
+@bounds.parametrize()
+@generated(40)
+def test_so_do_those_along_the_bounds_of_every_field(case: Case) -> None:
+    case.call_and_validate(checks=list(CHECKS))
+
+
 @leaving.include(path_regex="/completions$").parametrize()
-@generated(20)
+@generated(12)
 def test_so_do_those_whose_attempt_ends_early(case: Case) -> None:
     case.call_and_validate(checks=list(CHECKS))
 

@@ -186,6 +186,7 @@ def test_delivering_costs_something() -> None:
     assert delivery_cost_us() > 0.0
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_and_writes_a_model_that_loads(tmp_path: Path) -> None:
     out = tmp_path / "new" / "mine.json"
     folder = save_tiny(tmp_path / "model")

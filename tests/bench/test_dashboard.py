@@ -12,6 +12,7 @@ HISTOGRAMS = (
     "baton_time_to_first_token_seconds",
     "baton_time_per_output_token_seconds",
     "baton_e2e_request_latency_seconds",
+    "baton_constraint_compile_seconds",
 )
 METRICS = frozenset(
     {
@@ -34,6 +35,8 @@ METRICS = frozenset(
         "baton_peers",
         "baton_handovers_open",
         "baton_handovers_total",
+        "baton_constraints_total",
+        "baton_constraint_cache_bytes",
         *(name + suffix for name in HISTOGRAMS for suffix in ("_bucket", "_sum", "_count")),
     }
 )

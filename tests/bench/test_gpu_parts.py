@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from baton.bench import gpu_parts
+from baton.bench.copied_masks import copied_masks
 from baton.bench.gpu import WRONG, main
 from baton.bench.gpu_floor import GpuRates
 from baton.bench.gpu_parts import PARTS, GpuBench, Scale, parts_named
@@ -19,6 +20,7 @@ from baton.bench.gpu_profile import Span
 from baton.bench.gpu_report import PartResult
 from baton.bench.gpu_serve import ClosedLoopLoad
 from baton.bench.gpu_steps import CannotMeasure
+from baton.executor.constraints.compiled_cache import CompiledConstraints
 from baton.executor.contract import Executor, ExecutorShape
 from baton.executor.cpu.executor import TorchCpuExecutor
 from baton.executor.fingerprint import fingerprint_of
@@ -29,6 +31,7 @@ SMALL = Scale(
     dtype="float32", slots=48, blocks_max=200, blocks_max_others=200, context_tokens=512, step_tokens=128, batches=(1, 4),
     context=64, long=(2, 300), grid=((2, 32),), prefill_tokens=64, prefills=((1, 16, 0), (2, 16, 32)),
     load=ClosedLoopLoad(6, 20, 8, 4), small_load=ClosedLoopLoad(2, 20, 4, 2), draft_batches=(2,), profile_steps=3,
+    constrained_batch=4,
     idle_from_step=2,
     idle_steps=4,
 )  # fmt: skip
@@ -39,7 +42,9 @@ def on_cpu(
 ) -> Executor:
     plain = replace(shape, burst=1)
     thread = ThreadPoolExecutor(max_workers=1)
-    return TorchCpuExecutor(loaded, plain, fingerprint_of(loaded.mark, "float32", "cpu"), None, thread)
+    constraints = CompiledConstraints(copied_masks(loaded.vocabulary))
+    fingerprint = fingerprint_of(loaded.mark, "float32", "cpu")
+    return TorchCpuExecutor(loaded, plain, fingerprint, None, thread, constraints=constraints)
 
 
 def bench() -> GpuBench:
@@ -81,6 +86,13 @@ def test_the_grid_gives_points_of_both_kinds() -> None:
     assert [(point.decodes, point.sequences, point.begin_tokens) for point in points] == [(2, 0, 0), (0, 1, 0), (0, 2, 32)]
 
 
+def test_a_batch_half_constrained_is_held_against_one_without_constraints() -> None:
+    rows = done("constrained").rows
+    assert [row.what.split(": ")[1] for row in rows] == ["half constrained", "constrained rows"] * 2
+    assert rows[0].ratio is not None
+    assert rows[1].unit == "tokens/s"
+
+
 def test_serving_is_held_against_its_own_steps() -> None:
     (row,) = done("serve").rows
     assert row.what == "6 × (20 in, 8 out)"
@@ -96,6 +108,7 @@ def test_the_other_shapes_and_modes_are_measured() -> None:
     assert [row.unit for row in done("drafts").rows] == ["", "ms", "tokens/s"]
 
 
+@pytest.mark.slow
 def test_the_peer_is_given_the_whole_load_only_if_that_fits_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_parts, "load_peer", lambda _shape, _device: object())
     asked: list[ClosedLoopLoad] = []
@@ -123,6 +136,7 @@ def test_the_peer_itself_does_a_load_with_the_same_weights() -> None:
         run_peer(model, ClosedLoopLoad(3, 10, 5, 3), limit_s=0.0)
 
 
+@pytest.mark.slow
 def test_what_the_profiler_saw_becomes_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     class Recorder:
         spans: tuple[Span, ...] = ()
@@ -146,6 +160,7 @@ def test_parts_are_done_in_their_order_and_unknown_ones_refused() -> None:
         parts_named(["prefil"])
 
 
+@pytest.mark.slow
 def test_it_runs_where_the_libraries_of_the_servers_are_missing() -> None:
     missing = ("zmq", "fastapi", "typer", "rich", "uvicorn", "aiohttp", "pydantic", "prometheus_client", "xxhash")
     blocked = "\n".join(f"sys.modules[{name!r}] = None" for name in missing)

@@ -76,6 +76,7 @@ def test_an_open_loop_sends_nothing_before_it_is_due(serve: Serve) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timed
 def test_an_open_loop_is_punctual(serve: Serve) -> None:
     assert max(lateness_s(serve())) < 1.5
 

@@ -76,6 +76,7 @@ def test_a_report_says_how_many_were_lost_and_in_how_many_rows() -> None:
     assert "1 of 30" in console.export_text()
 
 
+@pytest.mark.slow
 def test_the_command_runs_one_fleet(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     result = CliRunner().invoke(

@@ -257,7 +257,7 @@ def test_the_server_gets_the_settings_that_are_simulated(monkeypatch: pytest.Mon
     monkeypatch.setattr(serve_module, "_run", lambda **settings: asked.append(settings["engine"]))
     side = command_of(settings_of("model", SERVING_LOADS))
     elsewhere = {"BATON_MAX_NUM_SEQS": "3", "BATON_KV_BLOCKS": "9", "BATON_RESERVE": "none", "BATON_MAX_WAITING": "5"}
-    ran = CliRunner().invoke(main.app, list(side.launch[3:]), env=elsewhere)
+    ran = CliRunner().invoke(main.app, side.launch[side.launch.index("serve") :], env=elsewhere)
     assert ran.exit_code == 0, ran.output
     (engine,) = asked
     shape = ExecutorShape(engine.slots, engine.blocks or 0, engine.block_size, engine.context_tokens or 0)

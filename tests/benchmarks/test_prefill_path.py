@@ -54,6 +54,7 @@ def options(trace: Path, **others: float) -> PathOptions:
     return msgspec.structs.replace(few, **others)
 
 
+@pytest.mark.slow
 def test_every_run_answers_the_same_sessions_and_is_compared_seed_by_seed(trace: Path) -> None:
     report = Paths(options(trace)).run(QUIET, processes=2)
     assert [len(report.of(kind)) for kind in PathKind] == [1] * len(PathKind)
@@ -89,6 +90,7 @@ def short_over_general(trace: Path, seeds: int) -> dict[str, float]:
     return {name: short / general for name, (short, general) in totals.items()}
 
 
+@pytest.mark.slow
 def test_the_short_path_is_not_slower_than_the_general_one(trace: Path) -> None:
     ratios = short_over_general(trace, seeds=4)
     assert max(ratios.values()) <= 1.01, ratios
@@ -107,6 +109,7 @@ def begin_when_nothing_is_in_flight(self: ShortPrefillPass, step: StepBuilder) -
 SCHEDULE = ShortPrefillPass.prefill_schedule
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slower", [plan_half_of_each_step, begin_when_nothing_is_in_flight])
 def test_a_short_path_that_is_slower_is_seen(trace: Path, monkeypatch: pytest.MonkeyPatch, slower: object) -> None:
     monkeypatch.setattr(ShortPrefillPass, "prefill_schedule", slower)

@@ -78,6 +78,7 @@ def test_by_load_a_long_prompt_keeps_others_away_from_its_instance(tmp_path: Pat
     assert by_load.ttft_s.mean < in_turn.ttft_s.mean
 
 
+@pytest.mark.slow
 def test_all_clusters_are_run_at_all_speeds_and_told_of(trace: Path) -> None:
     options = SplitOptions(str(trace), 40, speeds=(1.0, 2.0), instances=3, givers=(1, 2), mixed_step_tokens=(512,))
     seen: list[SplitRun] = []

@@ -84,8 +84,10 @@ def test_a_bad_option_is_told_by_its_name(options: tuple[str, ...], named: str, 
     assert "Traceback" not in output
 
 
+@pytest.mark.parametrize("columns", [80, 200])
 @pytest.mark.parametrize("command", ["router", "serve", "up", "drain", "chat"])
-def test_help_shows_the_names_of_all_options_whole(command: str) -> None:
-    shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "120"}).output
+def test_help_shows_the_names_of_all_options_whole(command: str, columns: int) -> None:
+    shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": str(columns)}).output
     assert "…" not in shown
+    assert max(len(line) for line in shown.splitlines()) <= columns
     assert command not in ("router", "up") or "--no-preempt-retry-exclude-decode" in shown

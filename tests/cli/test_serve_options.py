@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -16,7 +17,7 @@ from baton.cli import serve as serve_module
 from baton.cli.main import app
 from baton.cli.serve import log_to_stderr
 from baton.core.config import BringBack, ReservePolicy, VictimPolicy, WorkerConfig
-from baton.node.settings import DeviceChoice, EngineSettings, LogLevel, SpeculateMethod
+from baton.node.settings import DeviceChoice, EngineSettings, LogFormat, LogLevel, SpeculateMethod
 
 Settings = dict[str, Any]
 
@@ -293,12 +294,23 @@ def test_a_file_that_cannot_be_read_is_told(serve: Serve, tmp_path: Path) -> Non
 def test_the_log_goes_to_stderr_as_asked(
     capsys: pytest.CaptureFixture[str], level: LogLevel, access_log: bool, shown: list[str]
 ) -> None:
-    log_to_stderr(level, access_log)
+    log_to_stderr({"log_level": level, "access_log": access_log, "log_format": LogFormat.TEXT})
     for name in ("baton.access", "baton.engine"):
         logging.getLogger(name).info("a line")
     captured = capsys.readouterr()
     assert re.findall(r"INFO (\S+) a line", captured.err) == shown
     assert captured.out == ""
+
+
+def test_failures_of_the_http_server_are_lines_of_the_same_form(capsys: pytest.CaptureFixture[str]) -> None:
+    log_to_stderr({"log_level": LogLevel.INFO, "access_log": True, "log_format": LogFormat.JSON})
+    for name in ("uvicorn.error", "asyncio"):
+        logging.getLogger(name).error("it failed", exc_info=ValueError("oh"))
+    shown = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [(line["logger"], line["level"], line["exception"]) for line in shown] == [
+        ("uvicorn.error", "ERROR", "ValueError: oh"),
+        ("asyncio", "ERROR", "ValueError: oh"),
+    ]
 
 
 def test_under_a_router_what_cannot_be_held_goes_on_elsewhere_unless_told_otherwise(serve: Serve) -> None:

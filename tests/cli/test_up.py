@@ -10,6 +10,8 @@ from typer.testing import CliRunner
 
 from baton.cli import up as command
 from baton.cli.main import app
+from baton.node.baton_command import baton_command
+from baton.node.settings import LogFormat
 from baton.up.fleet_plan import FleetPlan, PlannedProcess, RouterPorts
 
 WIDE = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
@@ -20,7 +22,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[FleetPlan]:
     """What would be run."""
     made: list[FleetPlan] = []
 
-    def run(plan: FleetPlan, needs_model: bool) -> int:
+    def run(plan: FleetPlan, log_format: LogFormat, needs_model: bool) -> int:
         made.append(plan)
         return 0
 
@@ -47,6 +49,18 @@ def test_the_demo_is_one_that_prefills_and_two_that_decode(plans: list[FleetPlan
     small, given = (" ".join(plan.member_command(plan.members[0], "h:1", 2)) for plan in plans)
     assert "--kv-memory 128M" in small
     assert "--kv-memory" not in given
+
+
+def test_answers_of_the_demo_have_a_length_unless_another_is_given(plans: list[FleetPlan]) -> None:
+    up("--demo")
+    up("--demo", "--override-generation-config", '{"temperature": 0}')
+    up()
+    demo, given, plain = (plan.router_command(RouterPorts(8000)) for plan in plans)
+    assert demo[demo.index("--override-generation-config") + 1] == '{"max_new_tokens": 256}'
+    assert given[given.index("--override-generation-config") + 1] == '{"temperature": 0}'
+    assert "--override-generation-config" not in plain
+    assert up("--override-generation-config", "{").startswith("1: baton up: --override-generation-config is not JSON")
+    assert len(plans) == 3
 
 
 def test_the_device_is_every_instance_s_and_what_it_cannot_do_is_told_once(plans: list[FleetPlan]) -> None:
@@ -78,7 +92,7 @@ def test_options_go_to_whom_they_concern(plans: list[FleetPlan]) -> None:
     )
     instance = plans[0].member_command(PlannedProcess("decode-1", "decode"), "127.0.0.1:9", cores=8)
     router = plans[0].router_command(RouterPorts(8000, 9))
-    text = " ".join(instance[3:])
+    text = " ".join(instance[len(baton_command()) :])
     assert text.startswith("serve m --role decode --name decode-1 --router 127.0.0.1:9 --port 0 --threads 4")
     assert "--dtype float32" in text
     assert "--kv-blocks 64" in text
@@ -86,7 +100,7 @@ def test_options_go_to_whom_they_concern(plans: list[FleetPlan]) -> None:
     assert "--api-key" not in (*instance, *router), "command lines can be read by everybody"
     assert "--host" not in instance
     assert "--policy" not in instance
-    assert " ".join(router[3:]).startswith("router m --port 8000 --join-port 9")
+    assert " ".join(router[len(baton_command()) :]).startswith("router m --port 8000 --join-port 9")
     assert "--host 10.0.0.5" in " ".join(router)
     assert "--policy random" in " ".join(router)
     assert "--dtype" not in router
@@ -115,6 +129,13 @@ def test_a_store_is_told_to_all_and_its_address_stands_in_no_command_line(
 def test_threads_that_were_given_are_not_shared_out(plans: list[FleetPlan]) -> None:
     up("--mixed", "4", "--threads", "3")
     assert "--threads 3" in " ".join(plans[0].member_command(PlannedProcess("mixed-1", "mixed"), "h:1", cores=2))
+
+
+def test_trust_in_the_network_is_told_to_every_instance(plans: list[FleetPlan]) -> None:
+    up("--decode", "1", "--transfer", "mooncake", "--trust-network")
+    line = " ".join(plans[0].member_command(PlannedProcess("decode-1", "decode"), "h:1", cores=2))
+    assert "--transfer mooncake" in line
+    assert "--trust-network" in line
 
 
 def test_instances_are_quiet_unless_asked(plans: list[FleetPlan]) -> None:

@@ -168,6 +168,24 @@ def test_log_probabilities_that_were_asked_for_come_as_the_wire_takes_them(make_
         assert line.top_ids.shape == line.top.shape == (1, 2)
 
 
+@pytest.mark.parametrize("chunk_tokens", [1 << 30, 3])
+def test_log_probabilities_of_a_prompt_come_with_its_chunks_as_the_wire_takes_them(
+    make_with_kv: Callable[[], Executor], chunk_tokens: int
+) -> None:
+    planner = Planner(make_with_kv(), chunk_tokens)
+    planner.add(PROMPTS[0], 2, sampling=msgspec.structs.replace(GREEDY, prompt_logprobs=2))
+    planner.add(PROMPTS[2], 2)
+    planner.run()
+    parts = [part for result in planner.results for part in result.prompt_logprobs]
+    assert [position for part in parts for position in range(part.begin, part.end)] == [1, 2, 3, 4, 5, 6]
+    for result in planner.results:
+        for part in result.prompt_logprobs:
+            assert result.slots[part.row] == 0
+            assert (part.chosen.dtype, part.ranks.dtype) == (np.float32, np.int32)
+            assert (part.top_ids.dtype, part.top.dtype) == (np.int32, np.float32)
+            assert part.top_ids.shape == part.top.shape == (len(part.chosen), 2)
+
+
 def test_a_restart_from_delivered_tokens_goes_on_as_if_nothing_had_happened(make: Callable[[], Executor]) -> None:
     whole = generate(make(), [PROMPTS[0]], 10)[0]
     planner = Planner(make())

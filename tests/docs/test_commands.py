@@ -30,6 +30,7 @@ from baton.kv.store import parse_size, parse_url
 from baton.sim.__main__ import parser as fuzzer
 from tests.docs import pending
 from tests.docs.pages import ROOT, Block, Span, blocks, commands_of, lines_of, read, spans_of, written_pages
+from tests.fuzz.__main__ import arguments as decoder_fuzz_arguments
 from tests.support.server import ServerProcess, baton_serve
 
 SECONDS_MAX = 120
@@ -186,6 +187,8 @@ def check_command(words: Sequence[str], named: bool = False) -> None:
             check_words(benchmarks_app(), rest, named)
         case ["python", "-m", "baton.sim", *rest]:
             fuzzer().parse_args(rest)
+        case ["python", "-m", "tests.fuzz", *rest]:
+            decoder_fuzz_arguments(rest)
         case ["make", *rest]:
             check_make(rest)
         case ["pip", *rest]:
@@ -360,6 +363,15 @@ RUN = [
 ]
 
 
+SECRETS = frozenset({"--api-key", "--admin-key", "--cluster-key"})
+
+
+@pytest.mark.parametrize(("block", "line"), SH_LINES, ids=str)
+def test_no_command_shows_a_key_to_all_users_of_the_machine(block: Block, line: str) -> None:
+    given = {word.partition("=")[0] for words in commands_of(line) for word in words}
+    assert not given & SECRETS, f"{block}: give it in the environment or a file"
+
+
 @pytest.mark.parametrize("line", RUN)
 def test_the_command_runs(line: str, desk: Path) -> None:
     for words in commands_of(line):
@@ -382,11 +394,3 @@ def test_the_request_is_answered(line: str, server: ServerProcess, desk: Path) -
 def test_the_python_of_the_readme_prints_an_answer(server: ServerProcess, desk: Path) -> None:
     (block,) = [block for block in blocks("python") if block.page == "README.md"]
     assert run([sys.executable, "-c", block.text.replace(SERVER, server.url)], desk)
-
-
-@pytest.mark.parametrize("word", ["max_tokens", "temperature"])
-def test_first_requests_bound_and_settle_their_answer(word: str) -> None:
-    """There are no defaults of the model yet."""
-    requests = [block.text for block in (*SH_BLOCKS, *blocks("python")) if "chat" in block.text and "messages" in block.text]
-    assert len(requests) == 2
-    assert all(word in text for text in requests)

@@ -23,7 +23,7 @@ def key(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     return ("--cluster-key-file", str(file))
 
 
-@pytest.fixture(scope="module", params=["scripted", "tiny"])
+@pytest.fixture(scope="module", params=["scripted", pytest.param("tiny", marks=pytest.mark.slow)])
 def servers(
     request: pytest.FixtureRequest, tiny_options: tuple[str, ...], key: tuple[str, ...]
 ) -> Iterator[tuple[ServerProcess, ServerProcess]]:

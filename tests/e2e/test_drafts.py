@@ -27,6 +27,8 @@ BODIES: list[Body] = [
     {"prompt": [draw(4, 30), draw(5, 70)], "temperature": 0.5, "seed": 4, "top_p": 0.9, "presence_penalty": 0.5},
 ]
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def model(tiny_options: tuple[str, ...]) -> tuple[str, ...]:
@@ -84,7 +86,6 @@ def test_a_stop_string_in_the_middle_of_an_accepted_run_ends_the_answer_there(
         assert one["usage"]["completion_tokens"] == other["usage"]["completion_tokens"]
 
 
-@pytest.mark.slow
 def test_under_kv_pressure_too(model: tuple[str, ...], plain: ServerProcess) -> None:
     longer = [{**body, "max_tokens": 100} for body in BODIES]
     expected = [tokens(plain.url, **body) for body in longer]
@@ -94,14 +95,12 @@ def test_under_kv_pressure_too(model: tuple[str, ...], plain: ServerProcess) -> 
         assert drafts(server)[1] > 0
 
 
-@pytest.mark.slow
 def test_naive_goes_the_same_way_and_guesses_nothing(model: tuple[str, ...], expected: list[list[list[int]]]) -> None:
     with baton_serve(*model, "--speculate", "naive") as server:
         assert all_at_once(server.url, BODIES) == expected
         assert drafts(server) == (0, 0)
 
 
-@pytest.mark.slow
 def test_an_instance_that_decodes_what_another_prefilled_may_guess(
     model: tuple[str, ...], expected: list[list[list[int]]]
 ) -> None:

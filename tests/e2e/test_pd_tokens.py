@@ -48,7 +48,7 @@ PROMPTS = sum(len(body["prompt"]) if isinstance(body["prompt"][0], list) else 1 
 """Of several choices the first one is handed over, and the others share its KV."""
 
 
-@pytest.fixture(scope="module", params=[pytest.param("scripted", marks=pytest.mark.slow), "tiny"])
+@pytest.fixture(scope="module", params=["scripted", pytest.param("tiny", marks=pytest.mark.slow)])
 def model(request: pytest.FixtureRequest, tiny_options: tuple[str, ...]) -> tuple[str, ...]:
     return SCRIPTED if request.param == "scripted" else (*tiny_options, "--kv-memory", "64M", *CHUNKED)
 
@@ -91,7 +91,7 @@ def test_one_request_after_the_other_gets_the_tokens_of_a_mixed_instance(
 @pytest.mark.slow
 @pytest.mark.skipif(available("mooncake") is not None, reason=f"mooncake: {available('mooncake')}")
 def test_kv_may_travel_by_mooncake(model: tuple[str, ...], expected: list[list[list[int]]]) -> None:
-    with cluster(*model, "--transfer", "mooncake") as running:
+    with cluster(*model, "--transfer", "mooncake", "--trust-network") as running:
         (server,) = running.decodes
         assert all_at_once(server.url, BODIES) == expected
         assert handed_over(server) > 0

@@ -10,10 +10,11 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+import anthropic
 import openai
 import pytest
 
@@ -185,6 +186,79 @@ def test_kill_9_of_the_serving_instance_in_mid_stream_is_not_noticed(fleet: Flee
     fleet.instances.pop(victim)
     undisturbed_texts, _, _ = gathered(list(fleet.stream(asked)))
     assert texts == undisturbed_texts
+
+
+SEEDED: dict[str, Any] = {"temperature": 1, "seed": 3, "ignore_eos": True}
+
+
+def messages_text(fleet: Fleet, at_delta: Callable[[int], None]) -> str:
+    """What Anthropic's client makes of a stream. `at_delta` is called with the number of each delta of text."""
+    with (
+        anthropic.Anthropic(base_url=fleet.router.url, api_key="none", max_retries=0, timeout=60) as client,
+        client.messages.stream(model="scripted", max_tokens=300, messages=HI, extra_body=SEEDED) as stream,
+    ):
+        for number, _ in enumerate(stream.text_stream):
+            at_delta(number)
+        message = stream.get_final_message()
+    assert (message.stop_reason, message.usage.output_tokens) == ("max_tokens", 300)
+    (block,) = message.content
+    assert block.type == "text"
+    return block.text
+
+
+def responses_text(fleet: Fleet, at_delta: Callable[[int], None]) -> str:
+    """The same of the openai client with the Responses API."""
+    with openai.OpenAI(base_url=f"{fleet.router.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        events = client.responses.create(model="scripted", input="hi", max_output_tokens=300, stream=True, extra_body=SEEDED)
+        pieces = []
+        for event in events:
+            if event.type == "response.output_text.delta":
+                at_delta(len(pieces))
+                pieces.append(event.delta)
+    assert event.type == "response.incomplete"
+    assert event.response.usage is not None
+    assert event.response.usage.output_tokens == 300
+    assert event.response.output_text == "".join(pieces)
+    return event.response.output_text
+
+
+@pytest.mark.parametrize("read", [messages_text, responses_text])
+def test_kill_9_in_mid_stream_is_not_noticed_in_the_other_dialects(
+    fleet: Fleet, read: Callable[[Fleet, Callable[[int], None]], str]
+) -> None:
+    fleet.ensure(2)
+    victims = []
+
+    def kill(number: int) -> None:
+        if number == 30:
+            victims.append(fleet.serving())
+            os.kill(fleet.views()[victims[0]]["pid"], signal.SIGKILL)
+
+    text = read(fleet, kill)
+    (victim,) = victims
+    fleet.instances.pop(victim)
+    assert text == read(fleet, lambda _: None)
+
+
+def test_a_stream_of_another_dialect_begins_again_after_the_loss_of_its_router(fleet: Fleet) -> None:
+    """Its events have no ids; nothing is lost, and the client gets all of it from the beginning."""
+    fleet.ensure(1)
+    body = SEEDED | {"model": "scripted", "max_tokens": 400, "messages": HI, "stream": True}
+    whole = fleet.call("POST", "/v1/messages", body).read()
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        for number, _ in enumerate(fleet.call("POST", "/v1/messages", body, X_Request_Id="ours")):
+            if number == 60:
+                fleet.router.process.kill()
+    fleet.restart_router()
+    wait_until(lambda: len(fleet.views()) > 0)
+    again = fleet.call("GET", "/v1/requests/ours/stream", Last_Event_ID="17").read()
+    assert text_of(again) == text_of(whole)
+    assert again.count(b"event: message_start") == again.count(b"event: message_stop") == 1
+
+
+def text_of(stream: bytes) -> str:
+    found = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith(b"data: ")]
+    return "".join(event["delta"]["text"] for event in found if event["type"] == "content_block_delta")
 
 
 def test_a_router_that_is_killed_and_comes_back_goes_on_after_the_last_event(fleet: Fleet) -> None:

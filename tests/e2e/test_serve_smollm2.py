@@ -11,7 +11,7 @@ from tests.support.server import ServerProcess, baton_serve
 
 pytestmark = pytest.mark.smollm2
 
-QUESTION = "What is the capital of France?"
+QUESTION = "What is the capital of France? Answer in one sentence."
 
 
 @pytest.fixture(scope="module")
@@ -26,11 +26,12 @@ def client(server: ServerProcess) -> openai.OpenAI:
 
 
 def test_the_capital_of_france_is_paris(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(
-        model="smollm2", messages=[{"role": "user", "content": QUESTION}], max_tokens=32, temperature=0
-    )
-    assert "Paris" in (answer.choices[0].message.content or "")
-    assert answer.choices[0].finish_reason == "stop"
+    """README's first request, with the defaults of the model: greedy, so that no seed decides the answer."""
+    for _ in range(3):
+        answer = client.chat.completions.create(model="smollm2", messages=[{"role": "user", "content": QUESTION}])
+        assert "Paris" in (answer.choices[0].message.content or "")
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens <= 256
 
 
 def test_streamed_text_is_the_same_as_whole_text(client: openai.OpenAI) -> None:
@@ -46,7 +47,7 @@ def test_streamed_text_is_the_same_as_whole_text(client: openai.OpenAI) -> None:
 
 
 def test_a_second_turn_reuses_the_first(client: openai.OpenAI) -> None:
-    history = [{"role": "user", "content": QUESTION + " Answer in one sentence, please, and mention the river."}]
+    history = [{"role": "user", "content": QUESTION + " Please mention the river."}]
     first = client.chat.completions.create(model="smollm2", messages=history, max_tokens=24, temperature=0)
     history += [
         {"role": "assistant", "content": first.choices[0].message.content or ""},

@@ -78,7 +78,7 @@ def test_what_was_crowded_out_of_host_memory_too_comes_back_from_files_with_the_
 
 @pytest.mark.skipif(mooncake_why_not() is not None, reason=f"mooncake: {mooncake_why_not()}")
 def test_what_was_crowded_out_comes_back_from_mooncake_with_the_same_tokens() -> None:
-    with mooncake_server() as store, baton_serve(*TIGHT, *SMALL_HOST, "--kv-store", store.url) as server:
+    with mooncake_server() as store, baton_serve(*TIGHT, *SMALL_HOST, "--kv-store", store.url, "--trust-network") as server:
         assert_it_comes_back_from_the_store(server.url)
 
 

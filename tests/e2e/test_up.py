@@ -6,8 +6,10 @@ import os
 import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx2 as httpx
+import pytest
 
 from baton.core.engine.request import Sampling
 from baton.executor.scripted import undisturbed
@@ -26,7 +28,8 @@ def expected(tokens: int) -> list[int]:
     return undisturbed([104, 101, 108, 108, 111], Sampling(seed=0, temperature=0.0), tokens, BYTE_VOCABULARY)
 
 
-def test_a_fleet_serves_replaces_what_dies_and_drains_on_ctrl_c() -> None:
+def test_a_fleet_serves_replaces_what_dies_and_drains_on_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     with baton_up(*SCRIPTED, "--prefill", "1", "--decode", "2") as fleet:
         lines = [" ".join(words) for words in fleet.commands().values()]
         for name, role in (("prefill-1", "prefill"), ("decode-1", "decode"), ("decode-2", "decode")):
@@ -48,6 +51,7 @@ def test_a_fleet_serves_replaces_what_dies_and_drains_on_ctrl_c() -> None:
             fleet.process.send_signal(signal.SIGINT)
             assert answer.result(60).json()["choices"][0]["token_ids"] == expected(400)
         assert fleet.process.wait(60) == 0, fleet.output()
+        assert not list(tmp_path.glob("baton-*")), "nor of the killed one"
         assert fleet.commands() == {}
 
 

@@ -646,3 +646,17 @@ def _run(command: Sequence[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.strip()
+
+
+def test_a_store_without_a_limit_has_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"file:{tmp_path}/store"
+    assert open_store(url).stat().limit_bytes == file_store.DEFAULT_LIMIT_BYTES == 10 << 30
+    assert open_store(f"{url}?limit=1G").stat().limit_bytes == 1 << 30
+    assert open_store(url, limit_bytes=5).stat().limit_bytes == 5
+    assert open_store(url, create=False).stat().limit_bytes is None, "who only looks does not know the writers' limit"
+    monkeypatch.setattr(file_store, "DEFAULT_LIMIT_BYTES", 1000)
+    store = open_store(url)
+    names = [f"{0:016x}/{number:032x}" for number in range(20)]
+    for name in names:
+        store.put([name], [memoryview(bytes(300))])
+    assert 0 < store.stat().bytes <= 1000

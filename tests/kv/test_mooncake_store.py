@@ -52,7 +52,8 @@ def opened(url: str, arena: Arena | None = None, timeout_s: float = 10.0) -> Ite
 def test_a_master_that_hangs_fails_each_call_and_is_well_again_afterwards(server: StoreServer, draw: random.Random) -> None:
     made = sample(draw, 50_000)
     with opened(server.url, timeout_s=0.5) as store:
-        assert put(store, made) == [True]
+        # On a busy machine connecting alone may take longer than it may here.
+        wait_until(lambda: answered(lambda: put(store, made)) == [True], "the store is connected")
         with hanging(server):
             for call in (lambda: store.look([made.name]), lambda: got(store, made), lambda: put(store, sample(draw))):
                 with pytest.raises(StoreFailed, match=r"does not answer within 0\.5 s"):
@@ -315,7 +316,8 @@ def test_a_call_that_hangs_does_not_keep_the_process_from_ending(server: StoreSe
     done = subprocess.run(
         [sys.executable, "-c", HANGING, server.url], timeout=60, check=False, capture_output=True, text=True
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    unexpected = [line for line in done.stderr.splitlines() if "listens at" not in line]  # ports are told at WARNING
+    assert (done.returncode, unexpected) == (0, [])
     assert "does not answer within 0.3 s" in done.stdout
 
 

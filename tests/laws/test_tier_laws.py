@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -46,9 +47,17 @@ def tiered(draw: st.DrawFn) -> WorkerConfig:
     )
 
 
-@settings(max_examples=MIXES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(config=tiered(), todo=st.lists(asks(), min_size=1, max_size=12), data=st.data())
-def test_any_mix_with_tiers_ends_with_exact_tokens(config: WorkerConfig, todo: list[Ask], data: st.DataObject) -> None:
+@pytest.mark.parametrize("mixes", [MIXES // 10, pytest.param(MIXES, marks=pytest.mark.slow)])
+def test_any_mix_with_tiers_ends_with_exact_tokens(mixes: int) -> None:
+    @settings(max_examples=mixes, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(config=tiered(), todo=st.lists(asks(), min_size=1, max_size=12), data=st.data())
+    def mix(config: WorkerConfig, todo: list[Ask], data: st.DataObject) -> None:
+        _run_to_the_end(config, todo, data)
+
+    mix()
+
+
+def _run_to_the_end(config: WorkerConfig, todo: list[Ask], data: st.DataObject) -> None:
     driver = TieredDriver(config)
     submitted: dict[Serial, Submission] = {}
     disturbed: list[Serial] = []

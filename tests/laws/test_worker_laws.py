@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -77,11 +78,17 @@ def _group(ask: Ask, number: int) -> list[Submission]:
     return [choice(index) for index in range(ask.choices)]
 
 
-@settings(max_examples=MIXES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(config=configs(), todo=st.lists(asks(), min_size=1, max_size=12), data=st.data())
-def test_any_mix_ends_with_exact_tokens_and_a_ledger_that_sums_to_the_pool(
-    config: WorkerConfig, todo: list[Ask], data: st.DataObject
-) -> None:
+@pytest.mark.parametrize("mixes", [MIXES // 10, pytest.param(MIXES, marks=pytest.mark.slow)])
+def test_any_mix_ends_with_exact_tokens_and_a_ledger_that_sums_to_the_pool(mixes: int) -> None:
+    @settings(max_examples=mixes, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(config=configs(), todo=st.lists(asks(), min_size=1, max_size=12), data=st.data())
+    def mix(config: WorkerConfig, todo: list[Ask], data: st.DataObject) -> None:
+        _run_to_the_end(config, todo, data)
+
+    mix()
+
+
+def _run_to_the_end(config: WorkerConfig, todo: list[Ask], data: st.DataObject) -> None:
     driver = Driver(config)
     submitted: dict[Serial, Submission] = {}
     disturbed: list[Serial] = []

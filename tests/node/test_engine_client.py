@@ -82,7 +82,7 @@ async def test_a_step_that_does_not_end_kills_the_engine_ends_its_requests_and_i
         assert hung.stall_limit_us == 20 * 3_600_000_000, "as many times the step that was tried"
         hung._process._progress.ready(0, monotonic_us())  # as if it had been a short one
         (stream,) = await hung.submit([ask()])
-        with pytest.raises(EngineDead, match="it stalled and was killed: a step has not ended for 1"):
+        with pytest.raises(EngineDead, match="it stalled and was killed; a step has not ended for 1"):
             async for _ in stream:
                 pass
         assert (await hung.wait_dead()).startswith("it stalled")

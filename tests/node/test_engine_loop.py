@@ -21,6 +21,7 @@ from baton.core.engine.progress_watch import EngineBeat
 from baton.core.engine.worker import Worker
 from baton.core.handover.messages import Heard, Offer, PeerEffect, PeerEvent, PeerId, PeerOpened, Refuse, Release, Tell
 from baton.core.tiers.transfers import CopyOut, FenceTransfer, StorageEffect, TransferDone, TransferFenced
+from baton.executor.constraints.compiled_cache import NO_CONSTRAINTS, CompiledConstraints
 from baton.executor.contract import ExecutorShape, KvView, LayerDone
 from baton.executor.scripted import ScriptedExecutor
 from baton.node import engine
@@ -35,11 +36,13 @@ from baton.wire.engine_messages import (
     PrefillPeerAddresses,
     Pulse,
     ReadyMessage,
+    RefusedMessage,
     StepOutput,
     decode_beat,
     decode_from_engine,
     encode_to_engine,
 )
+from tests.support.constrained_submissions import HaltingBackend, asked
 from tests.support.driver import submission
 
 DEADLINE_S = 20
@@ -128,7 +131,13 @@ class Shelves:
 class Bench:
     """A loop on its own thread, and the front end's side of its socket."""
 
-    def __init__(self, role: Role | None = None, queued_max: int = 100, tiers: TierConfig | None = None) -> None:
+    def __init__(
+        self,
+        role: Role | None = None,
+        queued_max: int = 100,
+        tiers: TierConfig | None = None,
+        constraints: CompiledConstraints = NO_CONSTRAINTS,
+    ) -> None:
         config = WorkerConfig(
             slots=4, blocks=64, block_size=4, context_tokens=200, step_tokens=64, tiers=tiers or TierConfig(), **_role(role)
         )
@@ -145,7 +154,7 @@ class Bench:
         worker = Worker(config, PrefixIndex(b"secret", self.executor.fingerprint, config.blocks), b"secret")
         self.shelves = Shelves(self.inbox)
         handovers, storage = None if role is None else self.orders, None if tiers is None else self.shelves
-        self.loop = EngineLoop(worker, self.executor, self._back, self.inbox, handovers, storage)
+        self.loop = EngineLoop(worker, self.executor, self._back, self.inbox, handovers, storage, constraints=constraints)
         self.death: BaseException | None = None
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
@@ -211,6 +220,25 @@ def test_peers_are_heard_and_answered_while_a_step_computes(benches: list[Bench]
     (told,) = bench.orders.told
     assert isinstance(told, Tell)
     assert isinstance(told.message, Refuse | Release)
+
+
+def test_others_are_served_while_a_constraint_is_compiled(benches: list[Bench]) -> None:
+    backend = HaltingBackend()
+    bench = Bench(constraints=CompiledConstraints([backend]))
+    benches.append(bench)
+    bench.executor.gate.release(10_000)
+    bench.front.send(encode_to_engine(asked("constrained", 1, ticket=1)))
+    backend.begun.get(timeout=DEADLINE_S)
+    bench.front.send(encode_to_engine(asked("plain", None, ticket=2)))
+    accepted = bench.hear()
+    assert isinstance(accepted, Accepted)
+    assert accepted.ticket == 2
+    while not (isinstance(message := bench.hear(), StepOutput) and message.ended):
+        pass
+    backend.release.release()
+    while not isinstance(message := bench.hear(), RefusedMessage):  # this worker has no backends, and says so only now
+        pass
+    assert message.ticket == 1
 
 
 @pytest.mark.parametrize("role", [None, DECODE])

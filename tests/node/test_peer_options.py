@@ -122,3 +122,11 @@ def test_a_key_that_others_can_read_is_warned_of(
     cluster_key(engine(role="decode"), None, str(file), tmp_path)
     assert ("chmod 600" in caplog.text) == warned
     assert secret not in caplog.text
+
+
+def test_a_key_file_that_others_may_have_written_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.key"
+    file.write_text("k" * 32)
+    file.chmod(0o666)
+    with pytest.raises(BadPairing, match="can be written by everybody"):
+        cluster_key(engine(router="10.0.0.5:8200"), None, str(file), tmp_path)

@@ -364,7 +364,7 @@ def test_nothing_is_heard_of_who_has_not_registered(make: Make, call: Call) -> N
 
 
 def test_a_peer_that_does_not_read_is_hung_up(make: Make, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_module, "PEER_STREAM", StreamConfig(unread_bytes_max=1 << 16))
+    monkeypatch.setattr(connection_module, "PEER_STREAM", StreamConfig(unread_bytes_max=1 << 16, unread_us=1))
     prefill = make(PREFILL, "p")
     call(prefill).register()
     assert prefill.next() == PeerOpened(PeerId("caller"))

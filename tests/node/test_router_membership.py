@@ -46,7 +46,7 @@ from baton.wire.router_messages import (
     TurnedAway,
     Welcome,
 )
-from baton.wire.sealed_stream import UNREAD_BYTES_MAX
+from baton.wire.sealed_stream import UNREAD_BYTES_MAX, StreamConfig
 from tests.support.joining import DEADLINE_S, KEY_TEXT, RouterSide, ask, router_side
 from tests.support.server import ServerProcess, baton_serve
 
@@ -265,11 +265,32 @@ async def test_what_a_lost_router_asked_for_is_kept_for_its_grace_and_no_longer(
 
 
 async def test_who_is_fenced_does_not_come_again(router: RouterSide) -> None:
-    router.answers = [TurnedAway("incarnation 8 is known", fenced=True)]
     one = Member(router.port)
+    await router.next(HeartbeatMessage)
+    router.answers = [TurnedAway("incarnation 8 is known", fenced=True)]
+    router.hang_up()
     with pytest.raises(InstanceFenced, match="incarnation 8 is known"):
         await asyncio.wait_for(one.running, DEADLINE_S)
-    assert len(router.of(Join)) == 1
+    assert len(router.of(Join)) == 2
+
+
+async def test_who_starts_with_a_clock_set_back_joins_above_its_former_life(
+    router: RouterSide, caplog: pytest.LogCaptureFixture
+) -> None:
+    router.answers = [TurnedAway("incarnation 8000 is known", fenced=True, known_incarnation=8000)]
+    async with member(router.port):
+        await router.next(HeartbeatMessage)
+    assert [join.incarnation for join in router.of(Join)][1:] == [8001]
+    assert "8001" in caplog.text
+
+
+async def test_a_router_that_is_silent_is_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though this side's own bytes arrive: it cannot know that by them."""
+    monkeypatch.setattr(membership_module, "ROUTER_STREAM", StreamConfig(silent_us=150_000))
+    async with router_side(KEY) as router, member(router.port):  # the router's sign of life comes after 500 ms
+        beat = await router.beat_where(lambda beat: beat.router_silent_us >= 100_000)
+        assert beat.router_silent_us < 10_000_000
+        await router.until(lambda: len(router.of(Join)) == 2)
 
 
 async def test_who_is_turned_away_says_so_once_and_comes_again(

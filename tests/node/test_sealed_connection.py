@@ -368,11 +368,12 @@ def test_who_gives_no_sign_of_life_is_hung_up_and_who_gives_one_is_not() -> None
 
 def test_who_does_not_read_is_hung_up() -> None:
     async def test() -> None:
-        async with listening_server(unread_bytes_max=1 << 20) as host:
+        async with listening_server(unread_bytes_max=1 << 20, unread_us=1) as host:
             cheat = await (await Cheat.come(host)).shake_hands()
             await host.room.until(lambda: bool(host.room.lines))
             for _ in range(64):
                 host.room.lines[0].send([bytes(1 << 20)])
+            await host.room.until(lambda: bool(host.room.ends))
             assert host.room.ends[0].fault == ConnectionFault.NOT_READING
             assert host.listening.refused == {ConnectionFault.NOT_READING: 1}
             cheat.writer.close()

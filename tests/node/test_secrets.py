@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.executor.private_files import UnsafeFile
 from baton.kv.store import BadStore
 from baton.node.secrets import prefix_secret, shared_prefix_secret, store_key
 from baton.wire.keyfile import KEY_BYTES, read_key, write_key
@@ -77,3 +79,34 @@ def test_no_damaged_file_is_taken_for_a_key(secret: bytes, data: st.DataObject) 
     flipped[at] ^= 1 << data.draw(st.integers(0, 7))
     assert read_key(bytes(flipped)) is None
     assert read_key(whole[:at]) is None
+
+
+@pytest.mark.parametrize("harm", ["folder", "file"])
+def test_a_key_that_others_may_have_written_is_refused(tmp_path: Path, harm: str) -> None:
+    prefix_secret(tmp_path)
+    (tmp_path if harm == "folder" else tmp_path / "prefix.key").chmod(0o777)
+    with pytest.raises(UnsafeFile, match="can be written by everybody"):
+        prefix_secret(tmp_path)
+
+
+def test_a_link_in_place_of_a_key_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "theirs").write_bytes(write_key(b"t" * KEY_BYTES))
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "prefix.key").symlink_to(tmp_path / "theirs")
+    with pytest.raises(UnsafeFile, match="no plain file"):
+        prefix_secret(tmp_path / "own")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_a_key_of_another_user_is_refused(tmp_path: Path) -> None:
+    prefix_secret(tmp_path)
+    os.chown(tmp_path / "prefix.key", 65534, 65534)
+    with pytest.raises(UnsafeFile, match="belongs to user 65534"):
+        prefix_secret(tmp_path)
+
+
+def test_a_store_that_others_may_write_is_refused(tmp_path: Path) -> None:
+    store_key(f"file:{tmp_path}/store", tmp_path / "here")
+    (tmp_path / "store").chmod(0o777)
+    with pytest.raises(UnsafeFile, match="can be written by everybody"):
+        store_key(f"file:{tmp_path}/store", tmp_path / "here")

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from baton.api.model_text import ModelText
 from baton.api.settings import ApiSettings
 from baton.cli.main import app
+from baton.core.config import PREFILL
 from baton.router.admin_auth import is_guarded
 from baton.router.dashboard import OPEN_PATHS
 from tests.router.fleet import Fleet
@@ -58,6 +59,22 @@ def test_clients_and_probes_are_served_as_before_and_the_dashboards_chat_by_the_
         for path in ("/health", "/ready", "/dashboard", "/dashboard/static/app.js"):
             assert status(fleet, "GET", path, None)[0] == 200
         assert status(fleet, "GET", "/v1/models", None)[0] == 401
+
+
+@pytest.mark.parametrize(
+    ("keys", "admin_key", "told"),
+    [(("tenant",), None, {"tenant"}), (("tenant",), "operator", {"operator"}), ((), "operator", {"operator"})],
+)
+def test_a_router_that_is_not_ready_names_instances_to_those_only_who_may_see_them(
+    text: ModelText, keys: tuple[str, ...], admin_key: str | None, told: set[str]
+) -> None:
+    with running(text, settings(*keys), admin_key=admin_key) as fleet:
+        fleet.add("a-secret-name", role=PREFILL)
+        for key in ("", "unknown", "tenant", "operator"):
+            reply = fleet.served.call("GET", "/ready", headers={"Authorization": f"Bearer {key}"})
+            assert (reply.status, reply.error["code"]) == (503, "no_instance")
+            assert reply.error["message"].startswith("No instance of the role mixed or decode is ready")
+            assert ("a-secret-name" in reply.error["message"]) == (key in told)
 
 
 def test_without_an_admin_key_every_key_is_an_operators(text: ModelText) -> None:

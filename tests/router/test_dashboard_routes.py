@@ -137,6 +137,7 @@ def test_no_kill_without_demo(instance: subprocess.Popen[bytes]) -> None:
         {"Host": "localhost.evil.example", "Origin": "http://localhost.evil.example"},
         {"Host": "[::1", "Origin": "http://[::1"},
         {"Host": "10.0.0.7:8000", "Origin": "http://10.0.0.7:8000"},
+        {"X-Forwarded-For": "127.0.0.1"},
         {TOKEN_HEADER.replace("-", "_"): ""},
         {TOKEN_HEADER.replace("-", "_"): "x" * 43},
         {TOKEN_HEADER.replace("-", "_"): "é"},

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import sys
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -125,47 +129,191 @@ class Counted:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def called(app: ASGIApp, key: str, body: bytes = b"{}") -> tuple[int, bytes]:
-    sent: list[Message] = []
+async def called(
+    app: ASGIApp,
+    key: str,
+    body: bytes = b"{}",
+    tenant: str = "",
+    send: Send | None = None,
+    sent: list[Message] | None = None,
+    leaves: bool = False,
+) -> tuple[int, bytes]:
+    """`send` puts what it gets into `sent`; `leaves`: the client goes as soon as it has asked."""
+    got: list[Message] = [] if sent is None else sent
     asked = False
 
     async def receive() -> Message:
         nonlocal asked
+        if asked and leaves:
+            return {"type": "http.disconnect"}
         if asked:
             await asyncio.Event().wait()
         asked = True
         return {"type": "http.request", "body": body, "more_body": False}
 
-    async def send(message: Message) -> None:
-        sent.append(message)
+    async def take(message: Message) -> None:
+        got.append(message)
 
     scope: dict[str, Any] = {
-        "type": "http", "path": "/v1/completions", "method": "POST", "state": {"tenant": "", "request_id": "r"},
+        "type": "http", "path": "/v1/completions", "method": "POST", "state": {"tenant": tenant, "request_id": "r"},
         "headers": [(b"idempotency-key", key.encode())],
     }  # fmt: skip
-    await app(scope, receive, send)
-    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:])
+    await app(scope, receive, send or take)
+    return got[0]["status"] if got else 0, b"".join(message.get("body", b"") for message in got[1:])
 
 
 async def test_the_oldest_records_make_room_for_new_ones() -> None:
-    inner = Counted([b"x" * 40])
-    ring = IdempotencyMiddleware(inner, grace_s=1, bytes_max=100)
-    for key in ("a", "b", "c"):
-        assert (await called(ring, key))[1] == b"x" * 40
-    assert inner.calls == 3
-    await called(ring, "c")
-    await called(ring, "b")
-    assert inner.calls == 3
-    await called(ring, "a")
+    inner = Counted([b"x" * 40_000])
+    ring = IdempotencyMiddleware(inner, grace_s=1, bytes_max=140_000)
+    for key in ("a", "b", "c", "d"):
+        assert (await called(ring, key))[1] == b"x" * 40_000
     assert inner.calls == 4
+    await called(ring, "d")
+    await called(ring, "c")
+    assert inner.calls == 4
+    await called(ring, "a")
+    assert inner.calls == 5
 
 
 async def test_an_answer_larger_than_all_records_is_given_and_not_kept() -> None:
-    inner = Counted([b"x" * 60, b"y" * 60])
-    ring = IdempotencyMiddleware(inner, grace_s=1, bytes_max=100)
-    assert await called(ring, "a") == (200, b"x" * 60 + b"y" * 60)
+    inner = Counted([b"x" * 60_000, b"y" * 60_000])
+    ring = IdempotencyMiddleware(inner, grace_s=1, bytes_max=100_000)
+    assert await called(ring, "a") == (200, b"x" * 60_000 + b"y" * 60_000)
+    assert (len(ring.records), ring.records.bytes) == (0, 0)
     await called(ring, "a")
     assert inner.calls == 2
+
+
+async def test_one_tenant_cannot_push_out_the_records_of_another() -> None:
+    inner = Counted([b"x" * 40_000])
+    ring = IdempotencyMiddleware(inner, grace_s=1, bytes_max=1_000_000)
+    for key in ("a", "b", "c"):
+        await called(ring, key, tenant="quiet")
+    for number in range(200):
+        await called(ring, f"flood {number}", tenant="loud")
+    assert inner.calls == 203
+    for key in ("a", "b", "c"):
+        await called(ring, key, tenant="quiet")
+    assert inner.calls == 203
+    assert ring.records.bytes <= 1_000_000
+
+
+EVENTS = [b'data: {"choices":[{"index":0,"text":"x"}]}'.ljust(204) + b"\n\n"] * 16 + [b"data: [DONE]\n\n"]
+
+
+@pytest.mark.parametrize(
+    ("parts", "media"), [([b"x" * 40], b"application/json"), (EVENTS, b"text/event-stream"), ([b"x" * 20_000], b"text/json")]
+)
+async def test_records_are_counted_as_the_memory_that_they_take(parts: list[bytes], media: bytes) -> None:
+    ring = IdempotencyMiddleware(Counted(parts, media), grace_s=1)
+    for number in range(50):
+        await called(ring, f"warm-up {number}")
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before, counted = tracemalloc.get_traced_memory()[0], ring.records.bytes
+        for number in range(400):
+            await called(ring, f"{number:030d}")
+        gc.collect()
+        taken = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert len(ring.records) == 450
+    assert (ring.records.bytes - counted) / taken == pytest.approx(1, abs=0.3)
+
+
+class Flooding(Counted):
+    """Writes as long as it may, and says how far ahead of its reader it came."""
+
+    def __init__(self, reader: list[Message]) -> None:
+        super().__init__([], b"text/event-stream")
+        self.reader = reader
+        self.ahead = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for number in range(200):
+            await send({"type": "http.response.body", "body": bytes(50_000), "more_body": True})
+            read = sum(len(message.get("body", b"")) for message in self.reader)
+            self.ahead = max(self.ahead, 50_000 * (number + 1) - read)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def test_an_answer_without_room_is_held_back_by_its_reader_and_takes_no_memory() -> None:
+    sent: list[Message] = []
+    inner = Flooding(sent)
+    ring = IdempotencyMiddleware(inner, grace_s=1, bytes_max=400_000)
+    most = 0
+
+    async def slowly(message: Message) -> None:
+        nonlocal most
+        for _ in range(5):
+            await asyncio.sleep(0)
+        most = max(most, ring.records.bytes)
+        sent.append(message)
+
+    status, body = await called(ring, "a", send=slowly, sent=sent)
+    assert (status, len(body)) == (200, 10_000_000)
+    assert most < 800_000
+    assert inner.ahead < 800_000
+    assert ring.records.bytes == 0
+
+
+async def test_what_was_given_up_is_begun_anew_at_once() -> None:
+    """Also while the old one has not ended yet."""
+    begun: list[asyncio.Event] = []
+
+    async def stubborn(scope: Scope, receive: Receive, send: Send) -> None:
+        begun.append(asyncio.Event())
+        if len(begun) == 1:
+            await begun[0].wait()
+        await Counted([b"x"])(scope, receive, send)
+
+    ring = IdempotencyMiddleware(stubborn, grace_s=0)
+    first = asyncio.create_task(called(ring, "a", leaves=True))
+    await first
+    await asyncio.sleep(0.01)
+    assert await asyncio.wait_for(called(ring, "a"), 5) == (200, b"x")
+    begun[0].set()
+    await asyncio.sleep(0)
+    assert len(begun) == 2
+    assert len(ring.records) == 1
+
+
+async def _steps_of(ring: IdempotencyMiddleware, key: str) -> int:
+    """Lines of the router's code that one request runs through. Nothing here depends on the machine."""
+    lines = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal lines
+        if "/baton/router/" not in frame.f_code.co_filename:
+            return None
+        lines += event == "line"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        await called(ring, key)
+        await asyncio.sleep(0)
+    finally:
+        sys.settrace(None)
+    return lines
+
+
+@pytest.mark.parametrize("bytes_max", [64 << 20, 3_000_000], ids=["room for all", "room for few"])
+async def test_a_request_costs_the_same_however_many_records_there_are(bytes_max: int) -> None:
+    now_s = 0.0
+    ring = IdempotencyMiddleware(Counted(EVENTS), grace_s=1, kept_s=1e6, bytes_max=bytes_max, clock_s=lambda: now_s)
+    steps = []
+    for number in range(2001):
+        now_s += 1
+        if number in (20, 2000):
+            steps.append(await _steps_of(ring, f"traced {number}"))
+        else:
+            await called(ring, f"{number:030d}")
+    few, many = steps
+    assert many <= few + 60, "an eviction or two at most"
 
 
 async def test_a_record_lives_for_a_while() -> None:

@@ -781,7 +781,7 @@ def wait_for_ever_for_a_proof(patch: Patch) -> None:
 
 @wire("nobody counts what the other side leaves unread")
 def ignore_what_is_unread(patch: Patch) -> None:
-    patch.set("SealedStream.unread", lambda self, waiting_bytes: None)
+    patch.set("SealedStream.unread", lambda self, waiting_bytes, now_us: None)
 
 
 @wire("a connection that is over goes on sending")

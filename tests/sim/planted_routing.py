@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from baton.core.engine.admission import Admission
+from baton.core.engine.arriving_rows import ArrivingRows
 from baton.core.engine.change_journal import CachedKeysChanged, PrefixJournal
 from baton.core.engine.ended import Bill
 from baton.core.engine.progress_watch import EngineBeat, ProgressWatch
@@ -36,6 +37,7 @@ from baton.wire import router_sessions
 from baton.wire.engine_messages import StepOutput
 from baton.wire.held_choices import HeldChoices, HeldState
 from baton.wire.instance_sessions import InstanceSessions, InstanceSessionState, SessionEffects
+from baton.wire.router_messages import TurnedAway
 from tests.sim.planted import Patch, core, wire
 from tests.sim.planted_peers import BUGS
 
@@ -266,6 +268,19 @@ def never_stay(patch: Patch) -> None:
     patch.set("_moves_no_more", lambda self, choice: False)
 
 
+@core("peers are asked for a prefill however often none came in time")
+def ask_peers_for_ever(patch: Patch) -> None:
+    patch.set("RoutedChoice.prefills_in_place", property(lambda self: False))
+
+
+@core("an instance asks a peer for a prefill that it was told to compute itself")
+def ask_a_peer_nonetheless(patch: Patch) -> None:
+    def prefills_here(self: ArrivingRows, request: Request) -> bool:
+        return not self.may_ask or request.prefills_here or not request.is_fresh or request.leader is not None
+
+    patch.set("ArrivingRows.prefills_here", prefills_here)
+
+
 @core("who was sent to stay is sent away when blocks run out")
 def send_away_who_was_to_stay(patch: Patch) -> None:
     judge_then = patch.original("_judge_acknowledgement")
@@ -338,6 +353,65 @@ def overlook_a_silent_engine(patch: Patch) -> None:
         return beaten_then(self, member, replace(sign, engine_silent_us=0), now_us)
 
     patch.set("FleetMembers.beaten", beaten)
+
+
+@core("who beats is kept, though it says that it hears nothing of the router")
+def keep_who_hears_nothing(patch: Patch) -> None:
+    beaten_then = patch.original("FleetMembers.beaten")
+
+    def beaten(self: FleetMembers, member: FleetMember, sign: Heartbeat, now_us: int) -> Any:
+        return beaten_then(self, member, replace(sign, router_silent_us=0), now_us)
+
+    patch.set("FleetMembers.beaten", beaten)
+
+
+@wire("an instance tells nobody that it hears nothing")
+def hide_the_silence_of_the_router(patch: Patch) -> None:
+    beat_then = patch.original("Heartbeats.beat")
+    patch.set("Heartbeats.beat", lambda self, engine, silent_us, now_us: beat_then(self, engine, 0, now_us))
+
+
+@core("a leg may wait for its answer for ever, as long as its instance beats")
+def wait_for_an_answer_for_ever(patch: Patch) -> None:
+    beaten_then = patch.original("FleetMembers.beaten")
+
+    def beaten(self: FleetMembers, member: FleetMember, sign: Heartbeat, now_us: int) -> Any:
+        return beaten_then(self, member, replace(sign, unanswered=None), now_us)
+
+    patch.set("FleetMembers.beaten", beaten)
+
+
+@wire("a restarted instance whose clock was set back insists on its own number")
+def insist_on_ones_own_number(patch: Patch) -> None:
+    patch.set("InstanceSessions._exceed", lambda self, known: None)
+
+
+@wire("a restarted instance whose clock was set back counts up from its own number instead of the one that it is told")
+def count_up_from_ones_own_number(patch: Patch) -> None:
+    exceed_then = patch.original("InstanceSessions._exceed")
+    patch.set("InstanceSessions._exceed", lambda self, known: exceed_then(self, self._join.incarnation))
+
+
+@wire("a restarted instance whose clock was set back believes that it was outlived, and ends")
+def take_a_former_life_for_a_later_one(patch: Patch) -> None:
+    turned_then = patch.original("_on_turned_away")
+
+    def on_turned_away(self: InstanceSessions, message: TurnedAway) -> SessionEffects:
+        self._was_welcomed = True
+        return turned_then(self, message)
+
+    patch.set("_on_turned_away", on_turned_away)
+
+
+@wire("an instance that was outlived takes the next number, and drives its later life out")
+def come_back_above_the_later_life(patch: Patch) -> None:
+    turned_then = patch.original("_on_turned_away")
+
+    def on_turned_away(self: InstanceSessions, message: TurnedAway) -> SessionEffects:
+        self._was_welcomed = False
+        return turned_then(self, message)
+
+    patch.set("_on_turned_away", on_turned_away)
 
 
 @core("nobody looks whether steps end: an engine that beats is healthy")

@@ -30,6 +30,7 @@ from baton.core.tiers.fetching import KvFetching
 from baton.core.tiers.host_rows import HostRows
 from baton.core.tiers.offload import Tiers
 from baton.core.tiers.open_transfers import FILLS, OpenTransfer, OpenTransfers, TransferKind
+from baton.core.tiers.outcomes import Outcome
 from baton.core.tiers.saving import KvSaving
 from baton.core.tiers.transfers import (
     CopyIn,
@@ -549,3 +550,16 @@ class _Any(bytes):
         return False
 
     __hash__ = bytes.__hash__
+
+
+@core("attempts that wait at a prefill instance are not told of room that the end of a transfer makes")
+def tell_nobody_of_late_room(patch: Patch) -> None:
+    outcomes_then = patch.original("Worker._outcomes")
+
+    def outcomes(self: Worker, found: list[Outcome]) -> list[Effect]:
+        vars(self._side)["advance"] = lambda now_us: []
+        effects: list[Effect] = outcomes_then(self, found)
+        del vars(self._side)["advance"]
+        return effects
+
+    patch.set("Worker._outcomes", outcomes)

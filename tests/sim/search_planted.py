@@ -23,9 +23,9 @@ from types import FrameType
 
 from baton.sim.fuzzed_run import run_seed
 from baton.sim.scenario import draw_scenario
-from tests.sim import planted_peers, planted_routing, planted_tiers
+from tests.sim import planted_constraints, planted_peers, planted_routing, planted_tiers
 from tests.sim.planted import Catch, read_catches, write_catches
-from tests.sim.planted_tiers import BUGS
+from tests.sim.planted_constraints import BUGS
 
 EVENTS_CHEAP = 6_000
 """An undisturbed world takes two to three thousand."""
@@ -76,6 +76,8 @@ def _can_show(name: str, seed: int) -> bool:
             return scenario.router is not None
         case planted_peers.__name__:
             return scenario.router is None and any(role.takes for role in scenario.roles)
+        case planted_constraints.__name__:
+            return any(ask.sampling.constraint is not None for user in scenario.users for ask in user.asks)
         case planted_tiers.__name__:
             return bool(scenario.config.tiers.host_rows or scenario.giver.tiers.host_rows)
     return scenario.router is None

@@ -48,6 +48,7 @@ def test_a_crash_after_any_event_of_either_instance_breaks_no_law() -> None:
             assert broken is None, f"{strike}: {broken}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pulls", "on_preempt", "path"), KINDS)
 def test_neither_do_pauses_nor_other_kinds_of_worlds(pulls: bool, on_preempt: OnPreempt, path: PrefillPath) -> None:
     scenario = world(pulls, on_preempt, path)
@@ -124,6 +125,7 @@ def test_a_crash_after_any_event_of_an_instance_with_a_store_breaks_no_law() -> 
         holds(scenario, InjectedBlow(event, 0, BlowKind.CRASH))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("roles", [EQUALS, PAIR], ids=["equals", "pair"])
 @pytest.mark.parametrize("on_preempt", OnPreempt)
 def test_neither_do_pauses_nor_a_pair_with_a_store(roles: tuple[Role, ...], on_preempt: OnPreempt) -> None:

@@ -13,6 +13,7 @@ from baton.sim.cluster import PlannedRequest, PrefillDecodeSplit, RunSpec, simul
 from baton.sim.run_records import RequestOutcome
 from baton.sim.scenario import FlatTimes
 from baton.sim.timed_transfers import KvLinkModel
+from tests.support.quick_sample import one_in
 
 BLOCK_SIZE = 4
 LARGEST_TOKENS = 240
@@ -43,7 +44,7 @@ def fleet(pools: int, reserve: ReservePolicy, victims: VictimPolicy, on_preempt:
                    route=RoutingPolicy.CACHE_AWARE)  # fmt: skip
 
 
-@pytest.mark.parametrize(("reserve", "victims", "on_preempt"), POLICIES)
+@pytest.mark.parametrize(("reserve", "victims", "on_preempt"), one_in(5, POLICIES))
 def test_nobody_is_lost_for_want_of_blocks(reserve: ReservePolicy, victims: VictimPolicy, on_preempt: OnPreempt) -> None:
     for pools in (2, 4):
         _all_finish(fleet(pools, reserve, victims, on_preempt, is_split=False))

@@ -15,6 +15,7 @@ from baton.core.engine.orders import Accepted
 from baton.core.engine.request import RequestId, Sampling, Submission, Tokens, frozen_tokens
 from baton.core.routing.events import Join
 from baton.node.sealed_connection import Listener, SealedConnection
+from baton.router.instance_connections import INSTANCE_STREAM
 from baton.wire.engine_messages import DecodedRows, StepOutput
 from baton.wire.router_messages import (
     FromInstance,
@@ -43,7 +44,7 @@ class RouterSide:
         """What the next joins are answered with, None: with nothing; the welcome after that."""
         self.lines: list[SealedConnection] = []
         self.ends: list[ConnectionEnd] = []
-        self.door = Listener(key, "router r", self)
+        self.door = Listener(key, "router r", self, INSTANCE_STREAM)
         self.messages: list[FromInstance] = []
         self.listener = socket.create_server(("127.0.0.1", port))
         self.port: int = self.listener.getsockname()[1]

@@ -19,6 +19,7 @@ import torch
 from baton.core.config import WorkerConfig
 from baton.core.engine.worker import Effect
 from baton.core.tiers.transfers import CopyIn, CopyOut, FenceTransfer, Get, Look, Put, StorageEvent, TransferFenced
+from baton.executor.constraints.compiled_cache import MakeBackends, no_backends
 from baton.executor.contract import Executor, ExecutorShape, KvView
 from baton.executor.drafts import DraftProposer, NaiveProposer
 from baton.executor.model_loading import load_shape
@@ -48,13 +49,15 @@ def on_cuda(
     invariant: bool = False,
     proposer: DraftProposer = NAIVE,
     graphs: bool = True,
+    backends: MakeBackends = no_backends,
 ) -> Executor:
     from baton.executor.cuda.executor import TorchCudaExecutor
 
     loaded = load_shape(name, dtype, "cuda")
     return TorchCudaExecutor.of(
-        loaded, shape, step_tokens=STEP_TOKENS, proposer=proposer, batch_invariant=invariant, graphs=graphs
-    )
+        loaded, shape, step_tokens=STEP_TOKENS, proposer=proposer, batch_invariant=invariant, graphs=graphs,
+        backends=backends,
+    )  # fmt: skip
 
 
 def on_cpu(

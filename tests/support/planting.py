@@ -1,4 +1,4 @@
-"""Replaces functions of `baton.core` and `baton.wire` for the time of one test, found by name wherever they are defined.
+"""Replaces functions of `baton.core`, `baton.wire` and the scripted executor for the time of one test, found by name.
 
 A name is the function's own, and as many words of its path in front of it as make it unique: `_preempt`, `engine._end`
 (a package), `RequestTable.adopt` (a class). A function that moves is found where it went; a name that fits none or several
@@ -16,6 +16,8 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 PACKAGES = ("baton.core", "baton.wire")
+MODULES = ("baton.executor.scripted",)
+"""Besides the packages: what stands for a model in the simulator."""
 
 
 class Definition(NamedTuple):
@@ -119,6 +121,7 @@ def _modules() -> tuple[ModuleType, ...]:
         found.extend(
             importlib.import_module(f.name) for f in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
         )
+    found.extend(map(importlib.import_module, MODULES))
     return tuple(found)
 
 

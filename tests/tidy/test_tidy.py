@@ -37,6 +37,7 @@ SHARED_BY_BENCHMARKS = {"benchmarks.options", "benchmarks.runner"}
 """Modules under every experiment. They import no other module of `benchmarks`."""
 
 API_SEES_OF_CORE = {
+    "baton.core.bounds",
     "baton.core.engine.ended",
     "baton.core.engine.gauges",
     "baton.core.engine.request",
@@ -54,14 +55,14 @@ BANNED_IN_CORE = {
 
 BANNED_ANYWHERE = {"pickle", "marshal", "shelve"}
 
-TEXT = {".cpp", ".css", ".html", ".js", ".json", ".md", ".py", ".sh", ".toml", ".txt", ".yml", ""}
+TEXT = {".cpp", ".css", ".html", ".js", ".json", ".md", ".mjs", ".py", ".sh", ".toml", ".txt", ".yml", ""}
 TEXT_FOLDERS = (".ci", "benchmarks", "docs", "src", "tests", "tools")
 ISSUE_NUMBER = re.compile(r"\bissues? #?\d|(?<![\w&])#\d{1,5}\b", re.IGNORECASE)
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:home|mnt|root|work|Users)/")
 REGISTRY = re.compile(r"[-]index-url\b|\bPIP[_]INDEX|\bpythonhosted[.]|\bpypi[.]|\b(?:docker|gcr|ghcr|quay)[.]io\b")
 ADDRESS = re.compile(r"\bhttps?://([\w-]+(?:\.[\w-]+)+)")
-ADDRESSES_ALLOWED = re.compile(r"127\.0\.0\.1|10\.0\.0\.\d|.*\.example|www\.apache\.org|www\.w3\.org")
-"""Loopback, addresses in examples, the licence and the namespace of SVG."""
+ADDRESSES_ALLOWED = re.compile(r"127\.0\.0\.1|10\.0\.0\.\d|.*\.example|www\.apache\.org|www\.w3\.org|json-schema\.org")
+"""Loopback, addresses in examples, the licence, the namespace of SVG and the names of JSON schema's drafts."""
 
 
 def _files() -> list[Path]:
@@ -143,6 +144,17 @@ def test_deciding_code_uses_msgspec_for_values_only() -> None:
             elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("msgspec"):
                 used = {alias.name for alias in node.names}
                 assert used <= MSGSPEC_IN_CORE.get(node.module or "", set()), f"{path.name} takes {used} of msgspec"
+
+
+MAKES_PYTHON_COMMANDS = "executor/python_command.py"
+"""The only file that names the interpreter: a child started otherwise has the current folder on its module path."""
+
+
+def test_python_processes_are_started_by_one_command() -> None:
+    for path, tree in _parsed():
+        named = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "executable"]
+        if path.is_relative_to(SOURCE) and not str(path).endswith(MAKES_PYTHON_COMMANDS):
+            assert not named, f"{path}:{named}: use python_command"
 
 
 def test_nothing_unpickles() -> None:

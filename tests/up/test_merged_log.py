@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
-import os
-import threading
+import json
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.up.merged_log import LINES_QUEUED_MAX, LineSplitter, MergedLog
+from baton.node.log_lines import json_line
+from baton.up.merged_log import JsonMergedLog, LineSplitter, MergedLog
 
 
 @given(st.lists(st.text(alphabet="aé\N{SNOWMAN}\N{CRAB} ", max_size=9), max_size=6), st.integers(1, 7))
@@ -28,40 +28,42 @@ def test_a_line_without_an_end_is_bounded() -> None:
 
 def test_each_line_stands_behind_the_name_of_who_said_it() -> None:
     out = io.StringIO()
-    with MergedLog(("router", "decode-1"), out, colours=False) as log:
-        log.line("router", "hello")
-        log.line("decode-1", "there")
-        log.line("decode-1", "   ")
-        log.note("router", "ready")
+    log = MergedLog(("router", "decode-1"), out, colours=False)
+    log.line("router", "hello")
+    log.line("decode-1", "there")
+    log.line("decode-1", "   ")
+    log.note("router", "ready")
     assert out.getvalue() == "router   │ hello\ndecode-1 │ there\nrouter   │ ── ready\n"
 
 
 def test_colours_of_a_child_do_not_get_through_and_names_have_their_own() -> None:
     out = io.StringIO()
-    with MergedLog(("a", "b"), out, colours=True) as log:
-        for line in LineSplitter().feed(b"\x1b[31mred\x1b[0m\r\n"):
-            log.line("a", line)
-        log.line("b", "x")
+    log = MergedLog(("a", "b"), out, colours=True)
+    for line in LineSplitter().feed(b"\x1b[31mred\x1b[0m\r\n"):
+        log.line("a", line)
+    log.line("b", "x")
     first, second = out.getvalue().splitlines()
     assert first.endswith(" red")
     assert "\x1b[31m" not in first
     assert first.split("a")[0] != second.split("b")[0]
 
 
-def test_nobody_waits_for_a_reader_that_takes_nothing() -> None:
-    read_end, write_end = os.pipe()
-    written = threading.Event()
-    with os.fdopen(write_end, "w") as out, os.fdopen(read_end) as reader:
-        with MergedLog(("a",), out, colours=False) as log:
-            for _ in range(3 * LINES_QUEUED_MAX):
-                log.line("a", "x" * 200)  # far more than the pipe and the queue hold
-            written.set()
-            text = [reader.readline() for _ in range(10)]
-            assert all(line == f"a │ {'x' * 200}\n" or "dropped" in line for line in text)
-            drain = threading.Thread(target=lambda: [None for line in reader if "dropped" in line and dropped.append(line)])
-            dropped = [line for line in text if "dropped" in line]
-            drain.start()
-        out.close()
-        drain.join(10)
-    assert written.is_set()
-    assert dropped
+def test_as_json_each_line_is_an_object_that_names_its_process() -> None:
+    out = io.StringIO()
+    log = JsonMergedLog(("router", "decode-1"), out)
+    log.line("router", json_line("hello", "INFO", "baton.access"))
+    log.line("decode-1", "a library's words")
+    log.line("decode-1", '["no object"]')
+    log.line("decode-1", "[" * 5000)
+    log.note("router", "ready")
+    log.say("two\nlines")
+    first, *others = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert (first["message"], first["logger"], first["process"]) == ("hello", "baton.access", "router")
+    shown = [(line["message"], line.get("process")) for line in others]
+    assert shown == [
+        ("a library's words", "decode-1"),
+        ('["no object"]', "decode-1"),
+        ("[" * 5000, "decode-1"),
+        ("ready", "router"),
+        ("two\nlines", None),
+    ]

@@ -117,15 +117,15 @@ async def fleet(
         api_keys=api_keys, admin_key=admin_key,
     )  # fmt: skip
     out = io.StringIO()
-    with MergedLog((ROUTER, *(member.name for member in plan.members)), out, colours=False) as log:
-        supervisor = Supervisor(plan, log, cores=2)
-        running = Running(supervisor, out, plan.notes, asyncio.create_task(supervisor.run()))
-        try:
-            yield running
-        finally:
-            supervisor.stop()
-            supervisor.stop()
-            await running.run
+    log = MergedLog((ROUTER, *(member.name for member in plan.members)), out, colours=False)
+    supervisor = Supervisor(plan, log, cores=2)
+    running = Running(supervisor, out, plan.notes, asyncio.create_task(supervisor.run()))
+    try:
+        yield running
+    finally:
+        supervisor.stop()
+        supervisor.stop()
+        await running.run
     assert not [pid for pid in running.pids() if _lives(pid)]
 
 

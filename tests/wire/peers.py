@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from baton.core.bounds import INT32_MAX, INT63_MAX, REASON_CHARS_MAX
+from baton.core.bounds import INCARNATION_MAX, INT32_MAX, INT63_MAX, REASON_CHARS_MAX
 from baton.core.engine.plan import Logprobs
 from baton.core.engine.request import RequestId, Sampling, Submission, frozen_tokens
 from baton.core.handover.faults import PdCode
@@ -101,7 +101,7 @@ registrations = st.one_of(
     st.builds(
         Register,
         name=names,
-        incarnation=st.integers(1, INT63_MAX),
+        incarnation=st.integers(1, INCARNATION_MAX),
         role=names,
         fingerprint=st.binary(max_size=64),
         dtype=names,

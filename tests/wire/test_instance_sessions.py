@@ -5,9 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from baton.core.bounds import INCARNATION_MAX
 from baton.core.engine.orders import Accepted, Cancel, Drain, ReportChanges, StopAt, Submit
 from baton.core.engine.plan import Logprobs
 from baton.core.engine.request import RequestId, Sampling, Submission, frozen_tokens
@@ -117,12 +121,55 @@ def test_a_second_welcome_or_a_late_refusal_is_an_error() -> None:
             sessions.receive(message, 0)
 
 
-def test_who_is_fenced_learns_it() -> None:
+def test_who_is_fenced_after_it_was_welcomed_learns_it() -> None:
     for fenced in (True, False):
-        sessions = InstanceSessions(JOIN)
+        sessions = serving()
+        sessions.lost("reset", 0)
         sessions.opened(0)
-        out = sessions.receive(TurnedAway("a later life", fenced), 0)
+        out = sessions.receive(TurnedAway("a later life", fenced, 8 if fenced else 0), 0)
         assert out == SessionEffects(turned_away="a later life", fenced="a later life" if fenced else None)
+
+
+def test_who_was_never_welcomed_joins_again_above_the_incarnation_that_the_router_names() -> None:
+    sessions = InstanceSessions(JOIN)
+    sessions.opened(0)
+    known = JOIN.incarnation + 3_600_000_000_000
+    out = sessions.receive(TurnedAway("outlived", True, known), 0)
+    assert out == SessionEffects(turned_away="outlived", rejoins_as=known + 1)
+    sessions.lost("turned away", 0)
+    assert joined_as(sessions) == known + 1
+
+
+@pytest.mark.parametrize("known", [0, 1, INCARNATION_MAX])
+def test_a_number_that_cannot_be_exceeded_or_need_not_be_changes_nothing(known: int) -> None:
+    join = msgspec.structs.replace(JOIN, incarnation=2)
+    sessions = InstanceSessions(join)
+    sessions.opened(0)
+    out = sessions.receive(TurnedAway("outlived", True, known), 0)
+    assert out == SessionEffects(turned_away="outlived"), "it is not fenced, and tries again"
+    sessions.lost("turned away", 0)
+    assert joined_as(sessions) == 2
+
+
+@given(st.lists(st.integers(0, INCARNATION_MAX), max_size=12), st.integers(1, INCARNATION_MAX))
+def test_whatever_routers_name_an_instance_stays_able_to_join(named: list[int], first: int) -> None:
+    """It is never fenced before its first welcome, its number only rises, and by no more than is needed."""
+    sessions = InstanceSessions(msgspec.structs.replace(JOIN, incarnation=first))
+    now = first
+    for known in named:
+        assert joined_as(sessions) == now
+        out = sessions.receive(TurnedAway("outlived", True, known), 0)
+        assert out.fenced is None
+        now = known + 1 if now <= known < INCARNATION_MAX else now
+        sessions.lost("turned away", 0)
+    assert 1 <= joined_as(sessions) == now <= INCARNATION_MAX
+    assert sessions.receive(WELCOME, 0).welcomed == WELCOME
+
+
+def joined_as(sessions: InstanceSessions) -> int:
+    join = sessions.opened(0)[0]
+    assert isinstance(join, Join)
+    return join.incarnation
 
 
 def test_a_session_opened_twice_is_a_bug() -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from baton.api.schema import PROMPTS_MAX
+from baton.core.bounds import INCARNATION_MAX
 from baton.core.engine.ended import Bill, EndedRequest, StartedRequest
 from baton.core.engine.gauges import DraftGauges, SchedulerGauges
 from baton.core.engine.orders import Accepted, Cancel, Drain, StopAt
@@ -170,6 +171,9 @@ _PLACE = FROM_ROUTER[2]
     [
         _replace(JOIN, name=""),
         _replace(JOIN, incarnation=0),
+        _replace(JOIN, incarnation=INCARNATION_MAX + 1),
+        *(_replace(JOIN, **{field: "a\n2026 forged"}) for field in ("name", "role", "url", "peer_address")),
+        *(_replace(JOIN, name=name) for name in ("\x1b[2J", "a\0", "a\u202eb", "\u2028", "\x7f", "d\u00fcne", "a\tb")),
         _replace(JOIN, slots=0),
         _replace(JOIN, url="u" * 513),
         _replace(JOIN, version=membership.MEMBERSHIP_VERSION + 1),
@@ -201,6 +205,8 @@ def test_what_is_out_of_bounds_is_refused_from_an_instance(message: FromInstance
         Welcome("r", 0, 1),
         Welcome("r", 1, -1),
         TurnedAway("x" * 513, True),
+        TurnedAway("x", True, -1),
+        TurnedAway("x", True, INCARNATION_MAX + 1),
         _replace(_PLACE, ticket=-1),
         _replace(_PLACE, choices=(0,)),
         _replace(_PLACE, choices=(0, 0)),

@@ -26,7 +26,9 @@ from baton.wire.sealed_stream import (
 )
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
-CONFIG = StreamConfig(handshake_us=1_000, heartbeat_us=100, silent_us=500, frame_bytes_max=200, unread_bytes_max=1_000)
+CONFIG = StreamConfig(
+    handshake_us=1_000, heartbeat_us=100, silent_us=500, frame_bytes_max=200, unread_bytes_max=1_000, unread_us=50
+)
 
 
 def stream(
@@ -249,14 +251,27 @@ def test_without_heartbeat_and_silence_an_open_stream_waits_for_ever() -> None:
     assert here.stream.tick(1 << 50) is None
 
 
-def test_who_does_not_read_is_given_up() -> None:
+def test_who_does_not_read_is_given_up_in_time() -> None:
     here, _ = pair()
-    assert here.stream.unread(1_000 + OVERHEAD_BYTES) is None
-    end = here.stream.unread(1_001 + OVERHEAD_BYTES)
+    assert here.stream.unread(1_000 + OVERHEAD_BYTES, 0) is None
+    assert here.stream.unread(1_001 + OVERHEAD_BYTES, 10) is None
+    assert here.stream.next_deadline() == 10 + CONFIG.unread_us
+    assert here.stream.unread(5_000, 9 + CONFIG.unread_us) is None
+    end = here.stream.unread(5_000, 10 + CONFIG.unread_us)
     assert end is not None
     assert end.fault == ConnectionFault.NOT_READING
     here.stream.send([b"late"], 0)
     assert here.stream.output() == b""
+
+
+def test_a_burst_over_the_limit_that_is_being_read_ends_nothing() -> None:
+    here, _ = pair()
+    waiting, now_us = 100_000, 0
+    while waiting > 1_000:
+        assert here.stream.unread(waiting, now_us) is None
+        waiting, now_us = waiting - 1_000, now_us + CONFIG.unread_us - 1
+    assert here.stream.unread(500, now_us) is None
+    assert here.stream.next_deadline() == pair()[0].stream.next_deadline(), "nothing is due for it any more"
 
 
 def test_a_frame_that_is_too_large_or_empty_is_not_sent_and_neither_are_its_neighbours() -> None:

@@ -2,8 +2,8 @@
 
 A tenant is a hash of its key, or "" when no key is configured. A tenant can cancel only its own requests, and its KV cache
 is salted. Keys configured as `GROUP:KEY` share KV within the group, and nothing else; `:KEY` has no group and may contain
-colons. `/health` and `/ready` need no key; all other paths do once a key is configured, `/metrics` too, since it shows the
-load of other tenants.
+colons. `/` and `/ping` need no key; nor do `/health` and `/ready`, which tell its holders more; all other paths need one
+once a key is configured, `/metrics` too, since it shows the load of other tenants.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.api.errors import ApiError
 
-OPEN_PATHS = frozenset({"/health", "/ready"})
+ABOUT_PATH = "/"
+OPEN_PATHS = frozenset({ABOUT_PATH, "/ping", "/health", "/ready"})
 _GROUP = re.compile(r"[A-Za-z0-9_.-]{0,64}")
 
 
@@ -58,6 +59,14 @@ class ApiKeys:
         """Keys as configured: `KEY`, `GROUP:KEY` or `:KEY`."""
         self._tenants = [tenant_of(secret_of(key)) for key in keys]
 
+    def is_known(self, authorization: str | None) -> bool:
+        """Whether the caller holds a key; everybody does where none is configured."""
+        try:
+            self.tenant(authorization)
+        except ApiError:
+            return False
+        return True
+
     def tenant(self, authorization: str | None) -> str:
         """The caller's tenant; raises a 401. Every key is compared, in constant time, over hashes of equal length."""
         if not self._tenants:
@@ -73,7 +82,7 @@ def bearer(authorization: str | None, what: str) -> str:
     """The bearer token of the Authorization header; raises a 401 ApiError when it is absent."""
     scheme, _, key = (authorization or "").partition(" ")
     if scheme.lower() != "bearer" or not key.strip():
-        raise _unauthorized(f"Send {what} as 'Authorization: Bearer <key>'")
+        raise _unauthorized(f"Send {what} as 'Authorization: Bearer <key>' or 'x-api-key: <key>'")
     return key.strip()
 
 
@@ -81,8 +90,20 @@ def _unauthorized(message: str) -> ApiError:
     return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
+def authorization_of(headers: Headers) -> str | None:
+    """The Authorization header. A key in `x-api-key`, where clients of the Messages API send it, counts as a bearer token
+    unless there is one."""
+    given, key = headers.get("authorization"), headers.get("x-api-key")
+    if key is None or (given is not None and given.lower().startswith("bearer ")):
+        return given
+    return f"Bearer {key}"
+
+
 class AuthMiddleware:
-    """Puts `tenant` into the request's state, or answers 401 before any route is looked up."""
+    """Puts `tenant` into the request's state, or answers 401 before any route is looked up.
+
+    Also puts `is_trusted`: on an open path, whether the caller holds a key all the same.
+    """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, open_paths: frozenset[str] = OPEN_PATHS) -> None:
         self._app = app
@@ -92,9 +113,11 @@ class AuthMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             try:
+                given = authorization_of(Headers(scope=scope))
                 open_path = scope["path"] in self._open_paths
-                tenant = "" if open_path else self._keys.tenant(Headers(scope=scope).get("authorization"))
+                tenant = "" if open_path else self._keys.tenant(given)
             except ApiError as error:
-                return await error.response()(scope, receive, send)
-            scope.setdefault("state", {})["tenant"] = tenant
+                return await error.response(scope["path"])(scope, receive, send)
+            state = scope.setdefault("state", {})
+            state["tenant"], state["is_trusted"] = tenant, not open_path or self._keys.is_known(given)
         return await self._app(scope, receive, send)

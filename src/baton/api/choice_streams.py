@@ -27,6 +27,8 @@ from baton.core.handover.faults import PdFault
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 """ASGI's receive callable."""
+DELTAS_MAX = 128
+"""Deltas that are made into one write; with log-probabilities that takes a few milliseconds."""
 
 
 class ClientGone(Exception):
@@ -35,6 +37,10 @@ class ClientGone(Exception):
 
 class ChoiceFailed(Exception):
     """The engine ended a choice with an internal error; the client may retry."""
+
+
+class ConstraintFailed(Exception):
+    """No token could follow that the constraint of a choice permits. It would be the same if it were tried again."""
 
 
 class NoInstanceLeft(Exception):
@@ -71,10 +77,14 @@ _Item = tuple[int, TokenBurst] | _Cancelled | BaseException
 
 
 class ChoiceStreams:
-    def __init__(self, readers: Sequence[ChoiceReader], carried: bool = False) -> None:
-        """`carried`: the engine is a router; an early end (RESCHEDULE) is then an error, since every instance was tried."""
+    def __init__(
+        self, readers: Sequence[ChoiceReader], carried: bool = False, on_end: Callable[[], None] = lambda: None
+    ) -> None:
+        """`carried`: the engine is a router; an early end (RESCHEDULE) is then an error, since every instance was tried.
+        `on_end` is called whenever the stream of a choice has ended, whether or not anybody reads it."""
         self.readers = readers
         self._carried = carried
+        self._on_end = on_end
         self._streams: Sequence[TokenStream] = ()
         self._box: deque[_Item] = deque()
         self._waiting: asyncio.Future[None] | None = None
@@ -135,6 +145,11 @@ class ChoiceStreams:
         """Every choice has its bill or its stream broke."""
         return not self._unsettled
 
+    @property
+    def is_abandoned(self) -> bool:
+        """The client disconnected."""
+        return self._hangup is not None and self._hangup.done()
+
     async def billed(self) -> None:
         """Wait inside the context until every bill has arrived, cannot arrive any more, or the client disconnected."""
         if self._hangup is not None:
@@ -155,7 +170,7 @@ class ChoiceStreams:
         return self
 
     async def __anext__(self) -> list[TextDelta]:
-        """All deltas since the last call, at least one."""
+        """The deltas since the last call, at least one; of many, those of the first DELTAS_MAX items."""
         deltas: list[TextDelta] = []
         while not deltas:
             if self._error is not None:
@@ -165,8 +180,11 @@ class ChoiceStreams:
             if not self._box:
                 self._waiting = asyncio.get_running_loop().create_future()
                 await self._waiting
-            while self._box and self._open and self._error is None:  # an error after a complete answer is ignored
+            # An error after a complete answer is ignored.
+            while self._box and self._open and self._error is None and len(deltas) < DELTAS_MAX:
                 deltas += self._take(self._box.popleft())
+        if len(deltas) >= DELTAS_MAX:
+            await asyncio.sleep(0)  # a slow client left many behind: others have a turn before the next of them
         return deltas
 
     def _put(self, item: _Item) -> None:
@@ -192,9 +210,19 @@ class ChoiceStreams:
         reader = self.readers[index]
         if reader.finish is not None:
             return []  # tokens after a stop string or a cancel are dropped
+        if reader.read_prompt(burst):
+            return []
+        if burst.tokens and reader.lacks_prompt:
+            self._error = ChoiceFailed(f"the log-probabilities of the prompt of choice {index} were lost with an instance")
+            return []
         delta = reader.read(burst)
         if delta.rescheduled is not None and self._carried:
             self._error = NoInstanceLeft(delta.rescheduled.fault, [one.token_ids for one in self.readers])
+            return []
+        if delta.finish is FinishReason.CONSTRAINT_FAILED:
+            self._error = ConstraintFailed(
+                f"choice {index} could not be made to match its constraint after {reader.tokens} tokens"
+            )
             return []
         if delta.finish is FinishReason.ERROR:
             self._error = ChoiceFailed(f"choice {index} failed in the engine after {reader.tokens} tokens")
@@ -216,6 +244,7 @@ class ChoiceStreams:
                 return
             self.readers[index].bill, self.readers[index].places = news.ended.bill, news.ended.places
         self._unsettled -= 1
+        self._on_end()
         if not self._unsettled:
             self._settled.set()
 

@@ -56,6 +56,12 @@ def begin(
         return BegunChoices(group, make_readers())
     ids, readers = body.generated_token_ids, make_readers()
     sent = _sent_of(body, len(group))
+    if body.sent_characters is not None and any(reader.has_parts for reader in readers):
+        raise invalid(SENT, f"'{SENT}' cannot be given for answers with tools or reasoning, whose text is not all content")
+    if any(ids) and any(one.sampling.prompt_logprobs is not None for one in group):
+        raise invalid(
+            IDS, f"'{IDS}' cannot be given with log-probabilities of the prompt, which came before the first token"
+        )
     if len(ids) != len(group):
         raise invalid(IDS, f"'{IDS}' is for {len(ids)} choices; this body has {len(group)}")
     over: dict[int, FinishReason] = {}

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from baton.api.logprob_columns import TokenLogprob
 from baton.api.original_request import OriginalRequest
 from baton.core.engine.ended import Bill
 from baton.core.engine.gauges import DraftGauges, PeerTraffic, SchedulerGauges, StoreTraffic
-from baton.core.engine.request import FinishReason, Submission
+from baton.core.engine.request import FinishReason, PromptLogprobs, Submission
 from baton.core.handover.faults import PdFault
 
 ROUTER = "router"
@@ -20,14 +21,6 @@ UNKNOWN_CONTEXT = 2**31 - 1
 
 class EngineDead(Exception):
     """The engine has stopped; the message says why. Every open request ends with this error."""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    token: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-    """Alternatives (id, log-probability), most likely first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +40,13 @@ class TokenBurst:
     """Tokens that arrived together. The last burst of a stream has `ended` and may have no token."""
 
     tokens: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...]
+    logprobs: Sequence[TokenLogprob]
     """One per token when requested, else empty."""
     ended: StreamEnd | None
     cached_tokens: int | None = None
     """As in `StreamEnd`, available before the end for answers cut by a stop string. None: not known yet."""
+    prompt_logprobs: Sequence[PromptLogprobs] = ()
+    """Where requested: they come before the first token or with it, in order of position. Positions may come again."""
 
 
 Sink = Callable[[TokenBurst | Exception], None]
@@ -110,6 +105,18 @@ class Gauges:
         return known if self.fleet_preemptions is None else known | {"any": self.fleet_preemptions}
 
 
+@dataclass(frozen=True, slots=True)
+class NotServing:
+    """Why an engine, or a fleet, serves nobody."""
+
+    reason: str
+    detail: str = ""
+    """What may name instances, files or hosts: told to those only who hold a key."""
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.detail}" if self.detail else self.reason
+
+
 class Engine(Protocol):
     @property
     def info(self) -> EngineInfo: ...
@@ -121,7 +128,7 @@ class Engine(Protocol):
         """
 
     @property
-    def death(self) -> str | None:
+    def death(self) -> NotServing | None:
         """Why the engine is dead, or None while it lives."""
 
     @property

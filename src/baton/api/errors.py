@@ -1,5 +1,7 @@
 """Errors as the OpenAI API shapes them: `{"error": {"message", "type", "param", "code"}}`, and which status each one has.
 
+At the paths of the Messages API they have its shape: `{"type": "error", "error": {"type", "message"}}`.
+
 Owns the mapping from refusals and validation failures to statuses. Promises that `param` names the field to blame
 wherever there is one. Does not know about routes or streaming; a stream sends the same object as one SSE event.
 """
@@ -13,6 +15,7 @@ import msgspec
 from pydantic import ValidationError
 from starlette.responses import Response
 
+from baton.api.paths import speaks_messages
 from baton.core.errors import Refusal, RefusalCode
 from baton.core.handover.faults import PdFault
 
@@ -30,6 +33,15 @@ _REFUSAL_STATUS = {
 }
 _ADVICE = {RefusalCode.WRONG_ROLE: "send it to an instance of the role decode or mixed"}
 _REFUSAL_TYPE = {429: "rate_limit_error", 503: "service_unavailable_error"}
+_MESSAGES_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""Of the Messages API."""
 _RETRY_AFTER_S = 1
 _MESSAGE_CHARS_MAX = 1000
 """Longest error message; a hostile body is never echoed whole."""
@@ -52,8 +64,17 @@ class ApiError(Exception):
         usual = {"message": shortened(self.message), "type": self.type, "param": self.param, "code": self.code}
         return _encode({"error": {**usual, **self.details}})
 
-    def response(self) -> Response:
-        return Response(self.body(), self.status, dict(self.headers), "application/json")
+    def messages_body(self) -> bytes:
+        """The same error in the shape of the Messages API; what its error object lacks stays as further fields."""
+        kind = _MESSAGES_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        extra = {"param": self.param, "code": self.code, **self.details}
+        further = {name: value for name, value in extra.items() if value is not None}
+        return _encode({"type": "error", "error": {"type": kind, "message": shortened(self.message), **further}})
+
+    def response(self, path: str = "") -> Response:
+        """`path`: where the client asked, which decides the shape."""
+        body = self.messages_body() if speaks_messages(path) else self.body()
+        return Response(body, self.status, dict(self.headers), "application/json")
 
 
 def shortened(message: str) -> str:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from array import array
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from baton.api.choice_streams import ChoiceFailed, ChoiceStreams, ClientGone, EndedStream, NoInstanceLeft
+from baton.api.choice_streams import ChoiceFailed, ChoiceStreams, ClientGone, ConstraintFailed, EndedStream, NoInstanceLeft
 from baton.api.choice_streams import Receive as ReceiveMessage
 from baton.api.engine import Engine, EngineDead, Gauges, TokenStream
 from baton.api.errors import ApiError, engine_dead, no_instance_left, refused
@@ -23,7 +24,9 @@ from baton.api.logs import FinishedRequest, access
 from baton.api.metrics import AnswerTimes, Metrics
 from baton.api.open_requests import OpenRequests
 from baton.api.prepare import PreparedRequest
-from baton.api.responses import DONE, WholeChoice, bill_fields, bill_of, places_of, sse, usage_of
+from baton.api.request_costs import RequestCosts, cost_of
+from baton.api.responses import Event, WholeChoice, bill_fields, bill_of, places_of, usage_of
+from baton.api.slot_shares import NO_PLACE, SlotPlace, SlotShares
 from baton.api.stream_resume import (
     CutStream,
     EventWriter,
@@ -34,11 +37,14 @@ from baton.api.stream_resume import (
     fresh_marks,
 )
 from baton.api.text_reader import TextDelta
+from baton.api.whole_answer import WholeAnswer, next_part
 from baton.core.engine.request import FinishReason
 from baton.core.errors import Refused
 
 CLIENT_CLOSED = 499
 """Status in the access log and the metrics when the client disconnected; never sent."""
+Constrain = Callable[[PreparedRequest], Awaitable[PreparedRequest]]
+"""Gives a request its compiled constraint, if it asks for one. Raises ApiError."""
 LATE_BILL_S = 60.0
 """Seconds that the access log waits for the bill of an answer that ended before the engine reported it."""
 
@@ -46,39 +52,57 @@ LATE_BILL_S = 60.0
 class GenerationService:
     """Submits requests, tracks the open ones and writes their access log lines."""
 
-    def __init__(self, engine: Engine, metrics: Metrics) -> None:
+    def __init__(self, engine: Engine, metrics: Metrics, costs: RequestCosts, shares: SlotShares) -> None:
         self.open = OpenRequests()
         self._engine = engine
         self._metrics = metrics
+        self._costs = costs
+        self._shares = shares
+        self._turns = asyncio.Lock()
+        """Held while a piece of a large answer is encoded."""
         self._late: dict[asyncio.Task[None], None] = {}
         """Tasks whose access log line waits for a bill; kept here since asyncio references tasks weakly."""
 
-    async def accept(self, prepared: PreparedRequest, receive: ReceiveMessage) -> GenerationRun:
-        """Submit the request. Raises ApiError when it is not accepted."""
-        carries = self._engine.info.carries
-        answer = ChoiceStreams(prepared.readers, carries)
-        self.open.claim(prepared.asker, answer)
-        with self.open.released_on_error(prepared.asker), _as_api_error(prepared):
-            answer.attach(await answer.submitted(_submitted(self._engine, prepared), receive))
+    async def accept(self, prepared: PreparedRequest, receive: ReceiveMessage, constrain: Constrain) -> GenerationRun:
+        """Submit the request, once `constrain` has added its constraint. Raises ApiError when it is not accepted.
+
+        Its id is taken before, so that a cancel or a disconnect ends that wait too.
+        """
+        carries, place = self._engine.info.carries, _PlaceHolder()
+        answer = ChoiceStreams(prepared.readers, carries or not prepared.writer.is_numbered, place.end_choice)
+        cost = self._open_cost(prepared, self._costs.open)
+        with closed_on_error(cost), closed_on_error(place):
+            self.open.claim(prepared.asker, answer)
+            with self.open.released_on_error(prepared.asker), _as_api_error(prepared):
+                submitting = _submitted(self._engine, self._shares, prepared, place, constrain)
+                answer.attach(await answer.submitted(submitting, receive))
         marks = fresh_marks(len(prepared.readers)) if carries else None
         lengths = [len(ids) for ids in prepared.prompt_ids]
         times = AnswerTimes(self._metrics, prepared.arrived_s, lengths, len(prepared.readers))
-        return GenerationRun(prepared, answer, times, marks, self._ended)
+        return GenerationRun(prepared, answer, times, marks, self._ended, cost, place)
 
     async def resume(
         self, prepared: PreparedRequest, marks: StreamPositions, unclaimed: UnclaimedRequests, receive: ReceiveMessage
     ) -> GenerationRun:
-        """Resume an unclaimed request after the last event that its client received."""
+        """Resume an unclaimed request after the last event that its client received. It was accepted before: no limit of
+        a key refuses it."""
         self.open.check_unread(prepared.asker)
         answer = ChoiceStreams(prepared.readers, carried=True)
-        self.open.claim(prepared.asker, answer)
-        with self.open.released_on_error(prepared.asker), _as_api_error(prepared):
-            answer.attach(await answer.submitted(_claimed(prepared, marks, unclaimed), receive))
+        cost = self._open_cost(prepared, self._costs.resume)
+        with closed_on_error(cost):
+            self.open.claim(prepared.asker, answer)
+            with self.open.released_on_error(prepared.asker), _as_api_error(prepared):
+                answer.attach(await answer.submitted(_claimed(prepared, marks, unclaimed), receive))
         times = AnswerTimes(self._metrics, prepared.arrived_s, (), len(prepared.readers))
-        return GenerationRun(prepared, answer, times, marks, self._ended)
+        return GenerationRun(prepared, answer, times, marks, self._ended, cost, _PlaceHolder())
+
+    def _open_cost(self, prepared: PreparedRequest, count: Callable[[str, int], None]) -> OpenCost:
+        units = cost_of(prepared.group, self._engine.info, prepared.prompt_units)
+        count(prepared.asker.tenant, units)
+        return OpenCost(self._costs, prepared.asker.tenant, units)
 
     async def respond(self, run: GenerationRun) -> Response:
-        return EventStream(run) if run.prepared.stream else await whole(run)
+        return EventStream(run, self._turns) if run.prepared.stream else await whole(run, self._turns)
 
     def _ended(self, run: GenerationRun, status: int) -> None:
         self.open.release(run.prepared.asker)
@@ -101,9 +125,53 @@ async def _log_late(finished: FinishedRequest, run: GenerationRun) -> None:
     finished.log(bill_of(run.prepared.readers), places_of(run.prepared.readers))
 
 
-async def _submitted(engine: Engine, prepared: PreparedRequest) -> list[TokenStream]:
+class OpenCost:
+    """The units that an answer has open, until it is sent."""
+
+    def __init__(self, costs: RequestCosts, tenant: str, units: int) -> None:
+        self._costs = costs
+        self._tenant = tenant
+        self._units = units
+
+    def close(self) -> None:
+        """Idempotent."""
+        units, self._units = self._units, 0
+        if units:
+            self._costs.close(self._tenant, units)
+
+
+class _PlaceHolder:
+    """The place of a request that may still wait for one."""
+
+    def __init__(self) -> None:
+        self.place: SlotPlace = NO_PLACE
+
+    def end_choice(self) -> None:
+        self.place.end_choice()
+
+    def close(self) -> None:
+        self.place.close()
+
+
+@contextmanager
+def closed_on_error(opened: OpenCost | _PlaceHolder) -> Iterator[None]:
+    """Close it when the block raises; keep it open otherwise."""
+    done = False
+    try:
+        yield
+        done = True
+    finally:
+        if not done:
+            opened.close()
+
+
+async def _submitted(
+    engine: Engine, shares: SlotShares, prepared: PreparedRequest, holder: _PlaceHolder, constrain: Constrain
+) -> list[TokenStream]:
     """The streams of all choices. Of a continued answer, those that are complete already are not submitted."""
+    prepared = await constrain(prepared)
     over = prepared.over
+    holder.place = await shares.enter(prepared.asker.tenant, len(prepared.group))
     running = iter(await engine.submit(prepared.group, prepared.origin) if prepared.group else ())
     return [EndedStream(over[i]) if i in over else next(running) for i in range(len(prepared.readers))]
 
@@ -123,16 +191,23 @@ class GenerationRun:
         times: AnswerTimes,
         marks: StreamPositions | None,
         ended: Callable[[GenerationRun, int], None],
+        cost: OpenCost,
+        place: _PlaceHolder,
     ) -> None:
         self.prepared = prepared
         self.answer = answer
         self.times = times
         self._marks = marks
         self._ended = ended
+        self.cost = cost
+        """Closed when the answer is sent, or fails."""
+        self._place = place
 
     def events(self) -> EventWriter:
         writer = self.prepared.writer
-        return PlainEvents(writer) if self._marks is None else NumberedEvents(writer, self._marks)
+        if self._marks is None or not writer.is_numbered:
+            return PlainEvents(writer)
+        return NumberedEvents(writer, self._marks)
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[ChoiceStreams]:
@@ -153,6 +228,9 @@ class GenerationRun:
             raise
         finally:
             self.times.close(cut_short)
+            self._place.close()
+            if self.prepared.stream or status != 200:
+                self.cost.close()
             self._ended(self, status)
 
     def usage(self) -> dict[str, object]:
@@ -166,6 +244,7 @@ class GenerationRun:
             request_id=prepared.asker.request_id,
             path=prepared.origin.path,
             status=status,
+            tenant=prepared.asker.tenant,
             finishes=[reader.finish.value if reader.finish else "cut" for reader in readers],
             prompt_tokens=sum(len(ids) for ids in prepared.prompt_ids),
             completion_tokens=sum(reader.tokens for reader in readers),
@@ -185,53 +264,81 @@ def _as_api_error(prepared: PreparedRequest) -> Iterator[None]:
         raise refused(refusal.refusal, prepared.prompt_field) from None
     except NoInstanceLeft as failure:
         raise no_instance_left(failure.fault, failure.token_ids if prepared.return_token_ids else None) from None
+    except ConstraintFailed as failure:
+        details = {"retryable": False}
+        # The request's own doing, and not a 5xx: clients would send those again.
+        raise ApiError(422, str(failure), "invalid_request_error", code="constraint_failed", details=details) from None
     except ChoiceFailed as failure:
         raise ApiError(503, f"{failure}; try again", "server_error", code="request_failed") from None
 
 
-async def whole(run: GenerationRun) -> Response:
-    choices = [WholeChoice(tokens=reader.token_ids) for reader in run.prepared.readers]  # empty unless it is continued
+async def whole(run: GenerationRun, turns: asyncio.Lock) -> Response:
+    # Empty unless it is continued.
+    choices = [WholeChoice(tokens=array("i", reader.token_ids)) for reader in run.prepared.readers]
     async with run.reading() as answer:
         async for deltas in answer:
             for delta in deltas:
                 run.times.seen(delta)
                 choices[delta.index].add(delta)
-    return Response(run.prepared.writer.whole(choices, run.usage()), media_type="application/json")
+    return WholeAnswer(run.prepared.writer.whole(choices, run.usage()), turns, run.cost.close)
 
 
 class EventStream(Response):
-    """A stream of server-sent events; all deltas that have arrived go out in one write."""
+    """A stream of server-sent events; all deltas that have arrived go out in one write, but for events that repeat a long
+    prompt, which are sent while they are encoded."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, run: GenerationRun) -> None:
+    def __init__(self, run: GenerationRun, turns: asyncio.Lock) -> None:
+        """`turns` is shared by all answers."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._run = run
         self._as_events = run.events()
+        self._turns = turns
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         try:
             async with self._run.reading() as answer:
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 async for deltas in answer:
-                    if events := self._events(deltas):
+                    async for events in self._written(self._events(deltas)):
                         await send({"type": "http.response.body", "body": events, "more_body": True})
             last = self._end()
         except ApiError as error:
-            last = sse(error.body())
+            last = self._run.prepared.writer.error_event(error)
         except ClientGone:
             return
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
-    def _events(self, deltas: Sequence[TextDelta]) -> bytes:
+    async def _written(self, events: Sequence[Event]) -> AsyncIterator[bytes]:
+        """One write, or several where an event is large. Raises ClientGone rather than encode on for nobody."""
+        ready: list[bytes] = []
+        for event in events:
+            if isinstance(event, bytes):
+                ready.append(event)
+                continue
+            is_last = False
+            while not is_last:
+                part, is_last = await next_part(event.pieces, self._turns)
+                ready.append(part)
+                if not is_last:
+                    yield b"".join(ready)
+                    ready.clear()
+                    if self._run.answer.is_abandoned:
+                        raise ClientGone
+        if written := b"".join(ready):
+            yield written
+
+    def _events(self, deltas: Sequence[TextDelta]) -> list[Event]:
         times, events = self._run.times, self._as_events
         for delta in deltas:
             if events.has(delta):
                 times.passed(delta)
             else:
                 times.seen(delta)
-        return b"".join([events.of(delta) for delta in deltas])
+        return [events.of(delta) for delta in deltas]
 
     def _end(self) -> bytes:
-        return (self._as_events.usage(self._run.usage()) if self._run.prepared.include_usage else b"") + DONE
+        prepared = self._run.prepared
+        return (self._as_events.usage(self._run.usage()) if prepared.include_usage else b"") + prepared.writer.done

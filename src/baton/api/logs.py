@@ -1,31 +1,41 @@
-"""Log lines of a running server: one per finished request, one per second for the engine's state.
+"""Log lines of a running server: one per finished request, one every ten seconds for the engine's state.
 
 Owns the loggers `baton.access` and `baton.engine` and the format of their lines: `name=value`, the same names in the same
-order. `leased`, `receiving` and `leaving` are omitted while they are 0, `drafts` and `accepted` (since the previous line)
-while there were no drafts. A router logs the instances of a request instead of the engine's state. Nothing is formatted
-while the level hides it. Handlers are configured by the process that starts the server.
+order. `tenant` is the beginning of a hash of the API key, `-` where there are none. `leased`, `receiving` and `leaving` are
+omitted while they are 0, `drafts` and `accepted` (since the previous line) while there were no drafts; `left_out` counts
+refusals of the same error that got no line. A router logs the instances of a request instead of the engine's state. Nothing
+is formatted while the level hides it. Handlers are configured by the process that starts the server.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
+from urllib.parse import quote
 
 from baton.api.engine import ROUTER, Engine, Gauges
 from baton.api.errors import ApiError
+from baton.api.log_rate import LogRate
 from baton.core.engine.ended import Bill
 
 access = logging.getLogger("baton.access")
 state = logging.getLogger("baton.engine")
 
 _HEAD = "id=%s path=%s status=%d "
-_ENDED = _HEAD + "finish=%s prompt=%d completion=%d cached=%d %s %s"
-_REFUSED = _HEAD + "error=%s %s"
+_ENDED = _HEAD + "tenant=%s finish=%s prompt=%d completion=%d cached=%d %s %s"
+_REFUSED = _HEAD + "error=%s %s%s"
+_DENIED = _HEAD + "client=%s%s"
+TENANT_CHARS = 8
+"""Of the hash of an API key: enough to tell the tenants of a server apart."""
+PATH_CHARS_MAX = 200
 _BILL = "preemptions=%d recomputed=%d restored=%d queue_ms=%.1f prefill_ms=%.1f decode_ms=%.1f"
+REFUSALS_A_SECOND = 20
+"""Lines for refused requests, of each error."""
 FINISHES_MAX = 4
 """With more choices than this, finish reasons are counted instead of listed."""
 _CARRIED = "instance=%s moves=%d"
@@ -89,6 +99,7 @@ class FinishedRequest:
     request_id: str
     path: str
     status: int
+    tenant: str
     finishes: Sequence[str]
     prompt_tokens: int
     completion_tokens: int
@@ -109,6 +120,7 @@ class FinishedRequest:
             self.request_id,
             self.path,
             self.status,
+            self.tenant[:TENANT_CHARS] or "-",
             _finishes(self.finishes),
             self.prompt_tokens,
             self.completion_tokens,
@@ -118,17 +130,48 @@ class FinishedRequest:
         )
 
 
-@contextmanager
-def refusals_logged(engine: Engine, request_id: str, path: str) -> Iterator[None]:
-    """Log a request that is refused inside the block."""
-    try:
-        yield
-    except ApiError as error:
-        if access.isEnabledFor(logging.INFO):
-            gauges = engine.gauges
-            shown = f"waiting={gauges.scheduler.waiting}" if gauges.role == ROUTER else _state_of(gauges)
-            access.info(_REFUSED, request_id, path, error.status, error.code, shown)
-        raise
+class RefusalLog:
+    """Logs refused requests. Where one error is very frequent, most are only counted: they cost their sender nothing."""
+
+    def __init__(self, engine: Engine, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self._engine = engine
+        self._clock_s = clock_s
+        self._rate = LogRate(REFUSALS_A_SECOND, 1.0)
+
+    @contextmanager
+    def logged(self, request_id: str, path: str) -> Iterator[None]:
+        """Log a request that is refused inside the block."""
+        try:
+            yield
+        except ApiError as error:
+            if access.isEnabledFor(logging.INFO):
+                self._log(request_id, path, error)
+            raise
+
+    def _log(self, request_id: str, path: str, error: ApiError) -> None:
+        left_out = self._rate.take(f"{error.status} {error.code}", self._clock_s())
+        if left_out is None:
+            return
+        gauges = self._engine.gauges
+        shown = f"waiting={gauges.scheduler.waiting}" if gauges.role == ROUTER else _state_of(gauges)
+        before = f" left_out={left_out}" if left_out else ""
+        access.info(_REFUSED, request_id, path, error.status, error.code, shown, before)
+
+
+class DenialLog:
+    """Logs requests that were answered 401 or 403, with who sent them. At most some of them: a key may be guessed at."""
+
+    STATUSES = (401, 403)
+
+    def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self._clock_s = clock_s
+        self._rate = LogRate(REFUSALS_A_SECOND, 1.0)
+
+    def log(self, request_id: str, path: str, status: int, client: str) -> None:
+        left_out = self._rate.take(str(status), self._clock_s()) if access.isEnabledFor(logging.INFO) else None
+        if left_out is not None:
+            before = f" left_out={left_out}" if left_out else ""
+            access.info(_DENIED, request_id, quote(path)[:PATH_CHARS_MAX], status, client, before)
 
 
 class StateLog:

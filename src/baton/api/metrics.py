@@ -6,12 +6,13 @@ Owns its registry, so that several apps live in one process. The engine's gauges
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from baton.api.constraint_compiler import CompileOutcome
 from baton.api.engine import Engine, Gauges
 from baton.api.text_reader import TextDelta
 from baton.core.engine.gauges import HandoverGauges, SchedulerGauges, StorageGauges, StoreTraffic
@@ -21,6 +22,7 @@ _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.
 _PER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
 _WHOLE_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000)
+_COMPILE_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 1.5, 2, 5, 15, 60)
 _METHODS = frozenset({"GET", "POST", "DELETE", "HEAD", "OPTIONS", "PUT", "PATCH"})
 
 
@@ -52,6 +54,11 @@ class _EngineCollector(Collector):
         yield self._count("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", now.prefix_queries)
         yield self._count("prefix_cache_hits", "Prompt tokens that the prefix cache had", now.prefix_hits)
         yield self._count("stale_results", "Results of an old epoch that were dropped", now.stale_results)
+        yield self._count(
+            "constrained_rows_sat_out",
+            "Decodes with a constraint that waited a step for their mask",
+            now.sat_out_rows,
+        )
         yield self._preemptions(gauges)
         yield self._count("recomputed_tokens", "Tokens computed again after a preemption", now.recomputed_tokens)
         yield self._count(
@@ -142,10 +149,20 @@ class _EngineCollector(Collector):
         return family
 
 
+class _LogCollector(Collector):
+    def __init__(self, lines_dropped: Callable[[], int]) -> None:
+        self._lines_dropped = lines_dropped
+
+    def collect(self) -> Iterable[Metric]:
+        text = "Log lines of this process that were dropped because nobody read its standard error"
+        yield CounterMetricFamily("baton_log_lines_dropped", text, value=self._lines_dropped())
+
+
 class Metrics:
-    def __init__(self, engine: Engine, model: str) -> None:
+    def __init__(self, engine: Engine, model: str, log_lines_dropped: Callable[[], int] = lambda: 0) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(engine, model))
+        self._registry.register(_LogCollector(log_lines_dropped))
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of accepted requests", model)
         self._generation_tokens = self._counter("generation_tokens", "Tokens given to clients", model)
         self.tokens_given = 0
@@ -159,8 +176,24 @@ class Metrics:
         self.request_output_tokens = self._histogram("request_generation_tokens", "Tokens of an answer", _TOKENS, model)
         ended = self._labelled("request_success", "Ended requests", ["model_name", "finished_reason"])
         self._ended = {reason: ended.labels(model, reason.value) for reason in FinishReason}
+        self._declare_constraints(model)
         self._http = self._labelled("http_requests", "HTTP requests", ["method", "path", "status"])
+        self._http_refusals = self._labelled(
+            "http_refusals", "Clients refused or shed before a request was understood", ["reason"]
+        )
         self._refused_fields = self._labelled("refused_fields", "Bodies with a field that only routers may set", ["field"])
+
+    def _declare_constraints(self, model: str) -> None:
+        asked = self._labelled(
+            "constraints", "Constraints that requests asked for, by how compiling ended", ["model_name", "outcome"]
+        )
+        self._constraints = {outcome: asked.labels(model, outcome.value) for outcome in CompileOutcome}
+        self._compile_s = self._histogram(
+            "constraint_compile_seconds", "Waiting for and compiling a constraint that is not cached", _COMPILE_S, model
+        )
+        self._constraint_bytes = Gauge(
+            "baton_constraint_cache_bytes", "Memory of compiled constraints", ["model_name"], registry=self._registry
+        ).labels(model)
 
     def add(self, collector: Collector) -> None:
         """Add a collector to the same page."""
@@ -179,9 +212,22 @@ class Metrics:
         """`path` is a route's template, never what the client typed: labels stay few."""
         self._http.labels(method if method in _METHODS else "other", path, str(status)).inc()
 
+    def count_http_refusal(self, reason: str) -> None:
+        """`reason` is named by the server, so labels stay few."""
+        self._http_refusals.labels(reason).inc()
+
     def count_refused_field(self, name: str) -> None:
         """`name` is one of the few that are internal, so labels stay few."""
         self._refused_fields.labels(name).inc()
+
+    def count_constraint(self, outcome: CompileOutcome) -> None:
+        self._constraints[outcome].inc()
+
+    def observe_constraint(self, seconds: float) -> None:
+        self._compile_s.observe(seconds)
+
+    def note_constraints_held(self, size_bytes: int) -> None:
+        self._constraint_bytes.set(size_bytes)
 
     def count_tokens(self, count: int) -> None:
         self._generation_tokens.inc(count)

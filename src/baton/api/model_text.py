@@ -9,43 +9,64 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from enum import Enum, auto
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jinja2
 from tokenizers import Tokenizer
 
+from baton.api.control_tokens import ControlTokenInText, ControlTokens
 from baton.api.detokenise import ByteDetokenizer, Detokenizer, WindowDetokenizer, pieces_of
+from baton.api.sampling_defaults import SamplingDefaults
+from baton.api.token_lengths import token_lengths
 from baton.core.errors import BatonError
 
 TEMPLATE_RESERVED = frozenset(
     [
         "add_generation_prompt",
+        "additional_special_tokens",
+        "bos_token",
         "chat_template",
+        "cls_token",
         "continue_final_message",
         "conversations",
         "dict",
         "documents",
+        "eos_token",
+        "mask_token",
         "messages",
         "namespace",
+        "pad_token",
         "raise_exception",
         "return_assistant_tokens_mask",
+        "sep_token",
         "strftime_now",
         "tokenize",
         "tools",
+        "unk_token",
     ]
 )
-"""Names that `chat_template_kwargs` may not set: they are ours or the template engine's."""
+"""Names that `chat_template_kwargs` may not set: they are ours, the template engine's or the tokenizer's."""
 
 
-T = TypeVar("T")
+_ASKS_FOR_CONTENT = re.compile(r"content(?:['\"]\])? is (?:not )?none", re.IGNORECASE)
 
 
-def first_given(*values: T | None) -> T | None:
-    """The first value that is not None."""
-    return next((value for value in values if value is not None), None)
+_CONTENT_END = "\ue0c0end-of-content\ue0c1"
+"""Where the content of a message ends in a rendered chat. The last one counts, so that a client may write it too."""
+
+
+class ChatEnding(Enum):
+    """How the prompt of a chat ends."""
+
+    GENERATION_PROMPT = auto()
+    """With the beginning of an answer."""
+    LAST_MESSAGE = auto()
+    IN_CONTENT = auto()
+    """With the content of the last message, which the answer goes on with."""
 
 
 class ModelTextError(BatonError):
@@ -56,25 +77,12 @@ class TemplateRefused(BatonError):
     """The chat template does not accept these messages; the message says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingDefaults:
-    """Defaults for fields absent from a request. None: the neutral value."""
+class TextTooLong(BatonError):
+    """A text that has more tokens than are allowed, which its bytes tell: it was not encoded."""
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-
-    def over(self, other: SamplingDefaults) -> SamplingDefaults:
-        """These values, completed by `other` where they are None."""
-        return SamplingDefaults(
-            temperature=first_given(self.temperature, other.temperature),
-            top_p=first_given(self.top_p, other.top_p),
-            top_k=first_given(self.top_k, other.top_k),
-            min_p=first_given(self.min_p, other.min_p),
-            repetition_penalty=first_given(self.repetition_penalty, other.repetition_penalty),
-        )
+    def __init__(self, least_tokens: int) -> None:
+        super().__init__(f"the text has at least {least_tokens} tokens")
+        self.least_tokens = least_tokens
 
 
 class ModelText:
@@ -94,6 +102,8 @@ class ModelText:
         self._special = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
         self._special_tokens = dict(special_tokens or {})
         self._chat_template = chat_template
+        self._control = ControlTokens(tokenizer)
+        self._lengths = token_lengths(tokenizer)
         self.eos_ids = frozenset(eos_ids)
         self.defaults = defaults or SamplingDefaults()
 
@@ -108,23 +118,79 @@ class ModelText:
         )
 
     @property
+    def chat_template(self) -> str:
+        """Empty where there is none."""
+        return self._chat_template or ""
+
+    @property
+    def has_absent_contents(self) -> bool:
+        """Whether the chat template tells messages without content from those with an empty one."""
+        return _ASKS_FOR_CONTENT.search(self.chat_template) is not None
+
+    @property
     def vocabulary(self) -> int:
         """Number of token ids of the tokenizer; the model may have more."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
+        """Without `parse_special`, the text of a control token is text like any other."""
+        if not parse_special:
+            return self._control.encode_as_text(text, add_special_tokens)
         # As a batch of one: only then do the other threads of this process run meanwhile, and a long text takes seconds.
-        (encoded,) = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+        (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoded.ids
+
+    def check_length(self, texts: Iterable[str], tokens_max: int) -> None:
+        """Raises TextTooLong when the texts together have more tokens for certain. Looks at their bytes only."""
+        if self._lengths is not None and (least := self._lengths.least_tokens(texts)) > tokens_max:
+            raise TextTooLong(least)
+
+    def chat_ids(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        ending: ChatEnding,
+        extra: Mapping[str, object],
+        tokens_max: int,
+    ) -> list[int]:
+        """The ids of a chat. Control tokens are those that the template writes; what a client spells is text."""
+        if ending is ChatEnding.IN_CONTENT:
+            messages = _with_marked_end(messages)
+        chat = self._control.disguise(messages, extra, self.chat_template)
+        if chat is None:
+            rendered = self._rendered(messages, ending, extra)
+            self.check_length([rendered], tokens_max)
+            return self.encode(rendered, add_special_tokens=False)  # the template wrote them
+        rendered = self._rendered(chat.messages, ending, chat.extra)
+        self.check_length([rendered], tokens_max)
+        try:
+            return self._control.encode_rendered(rendered, chat)
+        except ControlTokenInText as error:
+            raise TemplateRefused(str(error)) from None
+
+    def _rendered(self, messages: Sequence[Mapping[str, object]], ending: ChatEnding, extra: Mapping[str, object]) -> str:
+        rendered = self.render_chat(messages, ending is ChatEnding.GENERATION_PROMPT, extra)
+        if ending is not ChatEnding.IN_CONTENT:
+            return rendered
+        before, marker, _ = rendered.rpartition(_CONTENT_END)
+        if not marker:
+            raise TemplateRefused("the chat template leaves out the last message, so that it cannot be continued")
+        return before
 
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
         """The text of a whole sequence, equal to the concatenated stream."""
         detokenizer = self.detokenizer(skip_special=skip_special)
         return detokenizer.push(ids) + detokenizer.flush()
 
-    def detokenizer(self, context: Sequence[int] = (), skip_special: bool = True) -> Detokenizer:
-        """A new detokenizer. `context` precedes the text: it decides about a leading space and is not part of the output."""
+    def detokenizer(
+        self, context: Sequence[int] = (), skip_special: bool = True, shown: Collection[str] = ()
+    ) -> Detokenizer:
+        """A new detokenizer. `context` precedes the text: it decides about a leading space and is not part of the output.
+
+        `shown`: control tokens that are not skipped.
+        """
         hidden = self._special if skip_special else frozenset[int]()
+        if shown:
+            hidden = frozenset(i for i in hidden if self.token(i) not in shown)
         if self._pieces is None:
             return WindowDetokenizer(self._decode_raw, hidden, context)
         return ByteDetokenizer(self._pieces, hidden, self._pieces.strips_first_space and not context)
@@ -140,12 +206,14 @@ class ModelText:
         return self._tokenizer.id_to_token(token_id) or ""
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool, extra: Mapping[str, object]
+        self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool, extra: Mapping[str, object]
     ) -> str:
         if self._chat_template is None:
             raise TemplateRefused("this model has no chat template; use /v1/completions or set one")
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        if named := sorted(self._special_tokens.keys() & extra.keys()):  # a tokenizer may name more than the usual tokens
+            raise TemplateRefused(f"'chat_template_kwargs' may not set {named[0]!r}, which is the tokenizer's")
         variables: dict[str, Any] = {**self._special_tokens, **extra}  # free-form: defined by the template
         try:
             rendered: Sequence[object] = render_jinja_template(
@@ -154,13 +222,20 @@ class ModelText:
                 add_generation_prompt=add_generation_prompt,
                 **variables,
             )[0]
-        except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        except (
+            jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
+        ) as error:  # fmt: skip
             # A template is the model's code run on the client's data: what it cannot digest is the client's to change.
             raise TemplateRefused(f"the chat template refused the messages: {error}") from error
         return str(rendered[0])
 
     def _decode_raw(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+def _with_marked_end(messages: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
+    last = messages[-1]
+    return [*messages[:-1], {**last, "content": f"{last['content']}{_CONTENT_END}"}]
 
 
 def read_template(template: str | Path) -> str:
@@ -214,11 +289,12 @@ def _defaults(generation: Mapping[str, object]) -> SamplingDefaults:
         value = generation.get(name)
         return min(float(value), most) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
-    top_k = number("top_k", 2**31 - 1)
+    top_k, length = number("top_k", 2**31 - 1), number("max_new_tokens", 2**31 - 1)
     return SamplingDefaults(
         temperature=number("temperature"),
         top_p=number("top_p", 1),
         top_k=None if top_k is None else int(top_k),
         min_p=number("min_p"),
         repetition_penalty=number("repetition_penalty"),
+        max_tokens=None if length is None or length < 1 else int(length),
     )

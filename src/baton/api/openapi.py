@@ -9,13 +9,23 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from baton.api.messages.body import CountTokensBody, MessagesBody
+from baton.api.responses_api.body import ResponsesBody
 from baton.api.schema import ChatBody, CompletionBody, DetokenizeBody, RequestBody, TokenizeBody
 
 _REF = "#/components/schemas/{model}"
 Json = dict[str, Any]
 """JSON schema is free-form by nature."""
 
-_BODIES: tuple[type[RequestBody], ...] = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)
+_BODIES: tuple[type[RequestBody], ...] = (
+    ChatBody,
+    CompletionBody,
+    ResponsesBody,
+    MessagesBody,
+    CountTokensBody,
+    TokenizeBody,
+    DetokenizeBody,
+)
 
 _ERROR: Json = {
     "type": "object",
@@ -37,6 +47,7 @@ _ERROR_REF: Json = {"$ref": _REF.format(model="Error")}
 _MEANINGS = {
     400: "The request is not valid; `param` names the field",
     401: "No API key, or not one that is known",
+    403: "This instance serves a router whose clients need an API key; send it to the router",
     404: "No such model, request or path",
     405: "The path does not take this method",
     409: "The request id is in use",
@@ -44,13 +55,28 @@ _MEANINGS = {
     413: "The body is too large",
     415: "The body is not JSON",
     421: "This instance only prefills for others; send it to one of the role decode or mixed",
+    422: "The constraint and `bad_words` leave no token, or the constraint became too complex in mid-answer",
     429: "The queue is full; see Retry-After",
-    503: "The engine is dead or draining",
+    503: "The engine is dead or draining, or the router of this instance has not been reached",
 }
 
 
-def _errors(*statuses: int) -> dict[int | str, Json]:
-    content = {"application/json": {"schema": _ERROR_REF}}
+_MESSAGES_ERROR: Json = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
+}
+
+
+def _errors(*statuses: int, shape: Json = _ERROR_REF) -> dict[int | str, Json]:
+    content = {"application/json": {"schema": shape}}
     return {status: {"description": _MEANINGS[status], "content": content} for status in (401, 405, *statuses)}
 
 
@@ -115,6 +141,12 @@ _COMPLETION_ANSWER = _generated(
     "text_completion",
     _answer(("index", "text", "finish_reason"), _CHOICE | {"text": _TEXT}),
 )
+_RESPONSES_ANSWER = _answer(
+    ("id", "object", "status", "output", "usage"), {"id": _TEXT, "object": {"const": "response"}, "status": _TEXT}
+)
+_MESSAGES_ANSWER = _answer(
+    ("id", "type", "role", "content", "stop_reason", "usage"), {"id": _TEXT, "type": {"const": "message"}}
+)
 _MODEL_ANSWER = _answer(("id", "object", "created", "owned_by"), {"id": _TEXT, "object": {"const": "model"}})
 
 
@@ -127,7 +159,11 @@ class RouteDescription:
 
 
 def _described(
-    answer: Json, errors: tuple[int, ...] = (), body: type[RequestBody] | None = None, streams: bool = False
+    answer: Json,
+    errors: tuple[int, ...] = (),
+    body: type[RequestBody] | None = None,
+    streams: bool = False,
+    error_shape: Json = _ERROR_REF,
 ) -> RouteDescription:
     content: Json = {"application/json": {"schema": answer}}
     if streams:
@@ -136,22 +172,44 @@ def _described(
     if body is not None:
         schema = {"$ref": _REF.format(model=body.__name__)}
         extra = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-    return RouteDescription({200: {"description": "Done", "content": content}, **_errors(*errors)}, extra)
+    return RouteDescription({200: {"description": "Done", "content": content}, **_errors(*errors, shape=error_shape)}, extra)
 
 
-_GENERATE_ERRORS = (400, 404, 409, 413, 415, 421, 429, 503)
+_GENERATE_ERRORS = (400, 403, 404, 409, 413, 415, 421, 422, 429, 503)
 CHAT = _described(_CHAT_ANSWER, _GENERATE_ERRORS, ChatBody, streams=True)
+RESPONSES = _described(_RESPONSES_ANSWER, _GENERATE_ERRORS, ResponsesBody, streams=True)
+MESSAGES = _described(
+    _MESSAGES_ANSWER,
+    _GENERATE_ERRORS,
+    MessagesBody,
+    streams=True,
+    error_shape=_MESSAGES_ERROR,
+)
+COUNT_TOKENS = _described(
+    _answer(("input_tokens",), {"input_tokens": _COUNT}),
+    (400, 403, 404, 413, 415, 503),
+    CountTokensBody,
+    error_shape=_MESSAGES_ERROR,
+)
 COMPLETION = _described(_COMPLETION_ANSWER, _GENERATE_ERRORS, CompletionBody, streams=True)
 MODELS = _described(_answer(("object", "data"), {"data": {"type": "array", "items": _MODEL_ANSWER}}))
 MODEL = _described(_MODEL_ANSWER, (404,))
 CANCEL = _described(_answer(("id", "object", "cancelled"), {"id": _TEXT, "cancelled": {"const": True}}), (404,))
-RESUME = _described({"anyOf": [_CHAT_ANSWER, _COMPLETION_ANSWER]}, (400, 404, 409, 410, 503), streams=True)
+RESUME = _described(
+    {"anyOf": [_CHAT_ANSWER, _COMPLETION_ANSWER, _RESPONSES_ANSWER, _MESSAGES_ANSWER]},
+    (400, 404, 409, 410, 503),
+    streams=True,
+)
 TOKENIZE = _described(
     _answer(("count", "tokens", "max_model_len"), {"count": _COUNT, "tokens": _IDS, "max_model_len": _COUNT}),
-    (400, 404, 413, 415),
+    (400, 403, 404, 413, 415, 503),
     TokenizeBody,
 )
-DETOKENIZE = _described(_answer(("prompt",), {"prompt": _TEXT}), (400, 404, 413, 415), DetokenizeBody)
+DETOKENIZE = _described(_answer(("prompt",), {"prompt": _TEXT}), (400, 403, 404, 413, 415, 503), DetokenizeBody)
+ABOUT = _described(
+    _answer(("name", "about", "paths"), {"name": _TEXT, "about": _TEXT, "paths": {"type": "object"}}),
+)
+VERSION = _described(_answer(("version",), {"version": _TEXT}))
 HEALTH = _described(_answer(("status",), {"status": _TEXT}), (503,))
 METRICS = RouteDescription(
     {200: {"description": "Prometheus text format", "content": {"text/plain": {"schema": _TEXT}}}, **_errors()}

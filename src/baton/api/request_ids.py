@@ -1,4 +1,4 @@
-"""The outermost middleware: every response has an X-Request-Id, every request is counted.
+"""The outermost middleware: every response has an X-Request-Id, every request is counted, and who is denied is logged.
 
 A client's own id is used if it is valid (1 to 128 letters, digits, `.`, `_`, `-`), else a new one is made. Routes that
 generate text refuse an invalid id, since the client could not cancel by it.
@@ -7,6 +7,7 @@ generate text refuse an invalid id, since the client could not cancel by it.
 from __future__ import annotations
 
 import uuid
+from ipaddress import ip_address
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
@@ -14,6 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.api.errors import invalid
+from baton.api.logs import DenialLog
 from baton.api.metrics import Metrics
 from baton.api.open_requests import is_sane_id
 from baton.api.submissions import RequestOwner
@@ -25,6 +27,7 @@ class RequestIdMiddleware:
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
         self._metrics = metrics
+        self._denials = DenialLog()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -46,6 +49,16 @@ class RequestIdMiddleware:
             await self._app(scope, receive, tagged)
         finally:
             self._metrics.count_http(scope["method"], _path_label(scope), status)
+            if status in DenialLog.STATUSES:
+                self._denials.log(scope["state"]["request_id"], scope["path"], status, _client(scope))
+
+
+def _client(scope: Scope) -> str:
+    """The sender's address; a proxy may have passed on what is none."""
+    try:
+        return str(ip_address((scope.get("client") or ("",))[0]))
+    except ValueError:
+        return "unknown"
 
 
 def _path_label(scope: Scope) -> str:

@@ -6,14 +6,20 @@ each chunk would cost more than everything else in the front end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
+from io import StringIO
+from itertools import chain
 from typing import Protocol
 
 import msgspec
 
-from baton.api.engine import TokenLogprob
-from baton.api.errors import shortened
+from baton.api.errors import ApiError, shortened
+from baton.api.logprob_columns import LogprobColumns
+from baton.api.parsers.parts import WholeAnswerParts
+from baton.api.prompt_logprobs import PromptLine, PromptTable
 from baton.api.text_reader import ChoiceReader, RescheduledAttempt, TextDelta
 from baton.core.engine.ended import Bill
 from baton.core.engine.request import FinishReason
@@ -22,6 +28,8 @@ encode = msgspec.json.Encoder().encode
 
 DONE = b"data: [DONE]\n\n"
 NULL = b"null"
+TOOL_CALLS = b'"tool_calls"'
+"""The finish reason of an answer with calls."""
 FINISH = {None: NULL} | {reason: encode(reason.value) for reason in FinishReason}
 
 
@@ -36,46 +44,186 @@ class ResponseHeader:
     return_token_ids: bool
     prompt_ids: Sequence[Sequence[int]]
     n: int
+    continuous_usage: bool = False
+    """Whether every chunk has the usage so far."""
+    has_short_call_ids: bool = False
+    """Whether ids of tool calls are nine letters and digits, as some templates want them."""
 
-    def prompt_ids_of(self, index: int) -> list[int]:
-        return list(self.prompt_ids[index // self.n])
+    def prompt_ids_of(self, index: int) -> Sequence[int]:
+        return self.prompt_ids[index // self.n]
+
+
+Piece = Callable[[int], bytes]
+"""The bytes of a token."""
+TOKENS_A_PIECE = 64
+"""Tokens whose log-probabilities are encoded in one go; with twenty alternatives each it takes about two milliseconds."""
+IDS_A_PIECE = 4096
+CHARACTERS_A_PIECE = 32 << 10
+
+
+def _ints() -> array[int]:
+    return array("i")
 
 
 @dataclass(slots=True)
 class WholeChoice:
     """A choice collected for a response that is not streamed."""
 
-    text: list[str] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
+    text: StringIO = field(default_factory=StringIO)
+    tokens: array[int] = field(default_factory=_ints)
+    logprobs: LogprobColumns = field(default_factory=LogprobColumns)
+    offsets: array[int] = field(default_factory=_ints)
     finish: FinishReason | None = None
     rescheduled: RescheduledAttempt | None = None
+    parts: WholeAnswerParts | None = None
+    """None: the text is all content."""
+    has_calls: bool = False
+    stop_string: str | None = None
 
     def add(self, delta: TextDelta) -> None:
-        self.text.append(delta.text)
-        self.tokens += delta.tokens
-        self.logprobs += delta.logprobs
-        self.offsets += delta.offsets
+        self.has_calls = delta.has_calls
+        if delta.parts is not None:
+            self.parts = self.parts or WholeAnswerParts()
+            self.parts.add(delta.parts)
+        self.text.write(delta.text)
+        self.tokens.extend(delta.tokens)
+        self.logprobs.extend(delta.logprobs)
+        self.offsets.extend(delta.offsets)
         self.finish = delta.finish
+        self.stop_string = delta.stop_string
         self.rescheduled = delta.rescheduled
 
     def shown(self, echo: str = "") -> str:
         """Empty for a rescheduled attempt: its token ids are continued elsewhere, and the text is produced there."""
-        return echo + "".join(self.text) if self.rescheduled is None else ""
+        return echo + self.text.getvalue() if self.rescheduled is None else ""
+
+
+def encoded_list(
+    size: int, part: Callable[[slice], Iterable[object]], items_a_piece: int = TOKENS_A_PIECE
+) -> Iterator[bytes]:
+    """A JSON list in pieces. `part` makes the items of a range of places."""
+    yield b"["
+    for start in range(0, size, items_a_piece):
+        items = encode(list(part(slice(start, start + items_a_piece))))
+        yield (b"," if start else b"") + items[1:-1]
+    yield b"]"
+
+
+def encoded_ids(ids: Sequence[int]) -> Iterator[bytes]:
+    """Token ids, or other small numbers, as a JSON list in pieces."""
+    return encoded_list(len(ids), lambda part: ids[part], IDS_A_PIECE)
+
+
+def encoded_text(*texts: str) -> Iterator[bytes]:
+    """The texts as one JSON string in pieces."""
+    yield b'"'
+    for text in texts:
+        for start in range(0, len(text), CHARACTERS_A_PIECE):
+            yield encode(text[start : start + CHARACTERS_A_PIECE])[1:-1]
+    yield b'"'
+
+
+@dataclass(frozen=True, slots=True)
+class LargeEvent:
+    """An event that repeats a prompt, in pieces, each made when it is asked for, in a few milliseconds."""
+
+    pieces: Iterator[bytes]
+
+
+Event = bytes | LargeEvent
+
+
+def joined(first: Event, second: Event) -> Event:
+    if isinstance(first, bytes) and isinstance(second, bytes):
+        return first + second
+    return LargeEvent(chain(_pieces(first), _pieces(second)))
+
+
+def _pieces(event: Event) -> Iterator[bytes]:
+    return iter((event,)) if isinstance(event, bytes) else event.pieces
+
+
+def encoded_answer(
+    top: Mapping[str, object], choices: Iterable[Iterator[bytes]], rest: Mapping[str, object], more: Iterable[bytes] = ()
+) -> Iterator[bytes]:
+    """A response in pieces: the fields before `choices`, the choices, the fields after; `more` are fields between these,
+    each after a comma."""
+    yield encode(top)[:-1] + b',"choices":['
+    for number, choice in enumerate(choices):
+        if number:
+            yield b","
+        yield from choice
+    yield b"]"
+    yield from more
+    yield b"," + encode(rest)[1:]
+
+
+def prompt_lines(table: PromptTable, alternatives: int, piece: Piece) -> Iterator[bytes]:
+    """`prompt_logprobs` in pieces: by position, by token id, as vLLM writes them. The prompt's own token comes first."""
+
+    def entry(token: int, logprob: float, rank: int) -> dict[str, object]:
+        return {"logprob": logprob, "rank": rank, "decoded_token": readable(piece(token))}
+
+    def line_of(line: PromptLine | None) -> dict[str, object] | None:
+        if line is None:
+            return None
+        entries = {str(line.token): entry(line.token, line.logprob, line.rank)}
+        for rank, (token, logprob) in enumerate(line.top[:alternatives], start=1):
+            entries.setdefault(str(token), entry(token, logprob, rank))
+        return dict(entries)
+
+    return encoded_list(len(table), lambda places: map(line_of, table.lines(places)))
 
 
 class ResponseWriter(Protocol):
     """Formats one kind of response. An empty event is not sent."""
 
-    def opening(self, delta: TextDelta) -> bytes:
+    @property
+    def is_numbered(self) -> bool:
+        """Whether each delta makes at most one event, so that events get ids and a stream resumes after any of them.
+
+        Other streams are resumed from their beginning, and cannot tell of an attempt that is to be continued elsewhere:
+        where that has to be told, the answer ends with an error.
+        """
+
+    @property
+    def done(self) -> bytes:
+        """The last event of every complete stream."""
+
+    def error_event(self, error: ApiError) -> bytes:
+        """The last event of a broken stream."""
+
+    def opening(self, delta: TextDelta) -> Event:
         """An event sent before the first delta of a choice."""
 
-    def event(self, delta: TextDelta) -> bytes: ...
+    def event(self, delta: TextDelta) -> Event: ...
 
     def usage_event(self, usage: Mapping[str, object]) -> bytes: ...
 
-    def whole(self, choices: Sequence[WholeChoice], usage: Mapping[str, object]) -> bytes: ...
+    def whole(self, choices: Sequence[WholeChoice], usage: Mapping[str, object]) -> Iterator[bytes]:
+        """The response in pieces, each made when it is asked for, in a few milliseconds."""
+
+
+class OpenAiEvents:
+    """How the chunks of chats and completions end, and their streams."""
+
+    is_numbered = True
+    done = DONE
+
+    def __init__(self, heading: ResponseHeader) -> None:
+        self._prompt_tokens = sum(len(ids) for ids in heading.prompt_ids) if heading.continuous_usage else None
+        self._tokens_so_far = 0
+        self._plain_tail = b'}],"usage":null}\n\n' if heading.include_usage else b"}]}\n\n"
+
+    def _tail(self) -> bytes:
+        prompt, made = self._prompt_tokens, self._tokens_so_far
+        if prompt is None:
+            return self._plain_tail
+        usage = b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}' % (prompt, made, prompt + made)
+        return b'}],"usage":' + usage + b"}\n\n"
+
+    def error_event(self, error: ApiError) -> bytes:
+        return sse(error.body())
 
 
 def usage_of(prompt_ids: Sequence[Sequence[int]], readers: Sequence[ChoiceReader]) -> dict[str, object]:
@@ -83,12 +231,14 @@ def usage_of(prompt_ids: Sequence[Sequence[int]], readers: Sequence[ChoiceReader
     n = len(readers) // len(prompt_ids)
     prompt = sum(len(ids) for ids in prompt_ids)
     completion = sum(reader.tokens for reader in readers)
-    return {
+    usage: dict[str, object] = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(reader.cached_tokens for reader in readers[::n])},
     }
+    reasoning = [reader.reasoning_tokens for reader in readers if reader.reasoning_tokens is not None]
+    return usage | {"completion_tokens_details": {"reasoning_tokens": sum(reasoning)}} if reasoning else usage
 
 
 def bill_of(readers: Sequence[ChoiceReader]) -> Bill | None:
@@ -162,4 +312,12 @@ def readable(piece: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
 
-Piece = Callable[[int], bytes]
+def digest_of(heading: ResponseHeader, index: int, number: int) -> str:
+    """Of a part of a response. Equal for every process that answers this request: an answer may be continued by another."""
+    named = f"{heading.id}/{heading.created_s}/{index}/{number}".encode()
+    return blake2b(named, digest_size=12).hexdigest()
+
+
+def call_id(heading: ResponseHeader, index: int, number: int, prefix: str = "call_") -> str:
+    digest = digest_of(heading, index, number)
+    return digest[:9] if heading.has_short_call_ids else prefix + digest

@@ -18,7 +18,12 @@ class StopScanner:
         self._stops = tuple(stops)
         self._include = include
         self._held = ""
-        self.hit = False
+        self.matched: str | None = None
+        """The stop string that ended the text."""
+
+    @property
+    def hit(self) -> bool:
+        return self.matched is not None
 
     def push(self, text: str) -> str:
         """The text that can be sent now; "" after a hit."""
@@ -27,8 +32,8 @@ class StopScanner:
         buffer = self._held + text
         match = self._first_match(buffer)
         if match is not None:
-            self.hit, self._held = True, ""
             start, end = match
+            self.matched, self._held = buffer[start:end], ""
             return buffer[: end if self._include else start]
         safe = len(buffer) - self._partial(buffer)
         self._held = buffer[safe:]

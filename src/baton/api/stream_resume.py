@@ -20,7 +20,7 @@ from typing import Protocol
 from baton.api.engine import Sink, TokenBurst, TokenStream
 from baton.api.errors import ApiError, invalid
 from baton.api.original_request import OriginalRequest
-from baton.api.responses import ResponseWriter
+from baton.api.responses import Event, ResponseWriter, joined
 from baton.api.submissions import RequestOwner
 from baton.api.text_reader import TextDelta
 from baton.core.engine.request import Submission
@@ -81,7 +81,7 @@ def _mark(part: str) -> StreamPosition:
 class EventWriter(Protocol):
     """Formats deltas as server-sent events. An empty event is not sent."""
 
-    def of(self, delta: TextDelta) -> bytes: ...
+    def of(self, delta: TextDelta) -> Event: ...
 
     def usage(self, usage: Mapping[str, object]) -> bytes: ...
 
@@ -93,8 +93,8 @@ class PlainEvents:
     def __init__(self, writer: ResponseWriter) -> None:
         self._writer = writer
 
-    def of(self, delta: TextDelta) -> bytes:
-        return self._writer.opening(delta) + self._writer.event(delta) if delta.first else self._writer.event(delta)
+    def of(self, delta: TextDelta) -> Event:
+        return joined(self._writer.opening(delta), self._writer.event(delta)) if delta.first else self._writer.event(delta)
 
     def usage(self, usage: Mapping[str, object]) -> bytes:
         return self._writer.usage_event(usage)
@@ -112,13 +112,13 @@ class NumberedEvents:
         self._counts = [0] * len(marks.choices)
         self._parts = [_NOT_BEGUN.encode()] * len(marks.choices)
 
-    def of(self, delta: TextDelta) -> bytes:
+    def of(self, delta: TextDelta) -> Event:
         index, had = delta.index, self.has(delta)
         opening = self._opening(delta) if delta.first else b""
         event = self._writer.event(delta)
         count = self._counts[index] = self._counts[index] + len(delta.tokens)
         self._parts[index] = b"%d" % count if delta.finish is None else b"%d!" % count
-        return opening if had or not event else opening + self._id() + event
+        return opening if had or not event else joined(joined(opening, self._id()), event)
 
     def has(self, delta: TextDelta) -> bool:
         mark = self._marks.choices[delta.index]
@@ -130,12 +130,12 @@ class NumberedEvents:
             return b""
         return b"id: " + b",".join(self._parts) + b".\n" + self._writer.usage_event(usage)
 
-    def _opening(self, delta: TextDelta) -> bytes:
+    def _opening(self, delta: TextDelta) -> Event:
         opening = self._writer.opening(delta)
         if not opening or self._marks.choices[delta.index].begun:
             return b""
         self._parts[delta.index] = b"0"
-        return self._id() + opening
+        return joined(self._id(), opening)
 
     def _id(self) -> bytes:
         return b"id: " + b",".join(self._parts) + b"\n"
@@ -159,9 +159,13 @@ class CutStream:
             if not left or isinstance(burst, Exception):
                 sink(burst)
                 return
+            if not burst.tokens and burst.ended is None:
+                sink(burst)
+                return
             known, left = left, max(0, left - len(burst.tokens))
             if known < len(burst.tokens) or (burst.ended is not None and not self._mark.finished):
-                sink(TokenBurst(burst.tokens[:known], burst.logprobs[:known], None, burst.cached_tokens))
+                prompt = burst.prompt_logprobs
+                sink(TokenBurst(burst.tokens[:known], burst.logprobs[:known], None, burst.cached_tokens, prompt))
                 sink(TokenBurst(burst.tokens[known:], burst.logprobs[known:], burst.ended, burst.cached_tokens))
             else:
                 sink(burst)

@@ -17,7 +17,6 @@ import asyncio
 import contextlib
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +37,7 @@ from baton.bench.workload import Recipe, Round, TokenRange, WorkloadShape, fixed
 from baton.core.engine.plan import Chunk, Copy, RowOutcome, Start, StepPlan, StepResult, Stop
 from baton.core.errors import BatonError
 from baton.executor.contract import Executor
+from baton.node.baton_command import baton_command
 from baton.sim.step_times import MeasuredStep, Roofline, StepTimes, StepTimesFile
 
 IN_FLIGHT = 2
@@ -355,7 +355,7 @@ def _send(target: TargetServer, requests: int, input_tokens: int, output_tokens:
 
 @contextlib.contextmanager
 def _scripted_server(step_ms: int) -> Iterator[tuple[Child, TargetServer]]:
-    serve = [sys.executable, "-m", "baton", "serve", "--executor", "scripted", "--step-ms", str(step_ms)]
+    serve = baton_command("serve", "--executor", "scripted", "--step-ms", str(step_ms))
     port = free_port()
     quiet = ["--log-level", "warning", "--no-access-log", "--no-prefix-cache", "--port", str(port)]
     with started("baton serve", [*serve, *quiet], {}) as child:

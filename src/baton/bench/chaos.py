@@ -3,7 +3,8 @@
     1. a fleet is started; each case is asked once while nothing happens to it: the undisturbed answers
     2. clients ask cases at random without a pause, streamed and whole, while instances are killed, stopped, drained,
        restarted and cut off; a new fault as soon as each role has a ready spare again
-    3. judged: every answer complete and equal, and nothing held by the router against an instance that was left alone
+    3. judged: every answer complete and equal, each that ended by itself satisfies its constraint where it has one, and
+       nothing is held by the router against an instance that was left alone
 
 A calm run is the same load without faults for a given time; the router must then suspect no instance.
 """
@@ -24,6 +25,7 @@ import aiohttp
 import msgspec
 
 from baton.bench.chaos_cases import ChaosCase, draw_cases
+from baton.bench.chaos_constraints import ConstraintCounts
 from baton.bench.chaos_faults import HELD_AGAINST, PASSING, FaultChooser, FaultKind, InjectedFault, SeenSuspicion
 from baton.bench.chaos_fleet import LOOK_EVERY_S, ChaosFleet, FleetLost, running_fleet
 from baton.bench.chaos_request import SeenAnswer, ask, differences
@@ -88,6 +90,7 @@ class ChaosReport(msgspec.Struct, frozen=True):
     """Requests with a choice that moved to another instance."""
     moves: int
     differences: list[str]
+    constrained: ConstraintCounts
     gaps_s: Distribution | None
     """Longest gap of each stream, in seconds."""
     moved_gaps_s: Distribution | None
@@ -102,7 +105,8 @@ class ChaosReport(msgspec.Struct, frozen=True):
     @property
     def is_clean(self) -> bool:
         done = sum(self.faults.values()) >= self.asked_for and self.requests >= self.least_requests
-        return done and not self.differences and not self.false and self.cut_short is None
+        wrong = self.differences or self.constrained.broken or self.false
+        return done and not wrong and self.cut_short is None
 
 
 @dataclass(slots=True)
@@ -116,6 +120,7 @@ class ChaosTally:
     gaps_s: list[float] = field(default_factory=list)
     moved_gaps_s: list[float] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
+    constrained: ConstraintCounts = field(default_factory=ConstraintCounts)
 
     def add(self, case: ChaosCase, answer: SeenAnswer, found: list[str]) -> None:
         self.requests += 1
@@ -126,7 +131,10 @@ class ChaosTally:
             self.gaps_s.append(answer.longest_gap_s)
             if answer.moved:
                 self.moved_gaps_s.append(answer.longest_gap_s)
-        self.differences += [f"case {case.number} ({case.path}): {what}" for what in found]
+        about = f"case {case.number} ({case.path})"
+        self.differences += [f"{about}: {what}" for what in found]
+        if case.constraint is not None:
+            self.constrained.add(about, case.constraint.kind, bool(answer.moved), answer.judgements(case))
 
 
 @dataclass(slots=True)
@@ -313,6 +321,7 @@ class _Chaos:
             moved=tally.moved,
             moves=tally.moves,
             differences=tally.differences,
+            constrained=tally.constrained,
             gaps_s=describe(tally.gaps_s),
             moved_gaps_s=describe(tally.moved_gaps_s),
             held=dict(Counter(said.what for said in held if self._faults.explain(said))),

@@ -2,6 +2,9 @@
 
 Both endpoints, streamed and whole, greedy and seeded, one choice and two, penalties, stop strings, characters of several
 bytes, log-probabilities, usage. A stop string is taken out of the answer that comes without it, so that it is met.
+
+One in four carries a constraint (`chaos_constraints`), of each kind in turn. These have no stop string, since what it cuts
+need not satisfy anything, and no `ignore_eos` and `min_tokens`, which are refused beside a constraint.
 """
 
 from __future__ import annotations
@@ -9,11 +12,17 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+
+from baton.bench.chaos_constraints import AnswerConstraint, ChaosConstraintKind, draw_constraint
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 PROMPT_CHARS = (10, 260)
 OUTPUT_TOKENS = (8, 160)
 STOP_CHARS = 2
+CONSTRAINED_EVERY = 4
+CONSTRAINED_TOKENS = 320
+"""Most constrained answers end before; they and the longest prompt fit the tiny model's context."""
 _WORDS = (
     "the",
     "baton",
@@ -32,6 +41,7 @@ _WORDS = (
     "🏁",
     "∑",
 )
+KINDS = tuple(ChaosConstraintKind)
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -44,6 +54,7 @@ class ChaosCase:
     body: Mapping[str, object]
     wants_stop: bool = False
     """Whether a stop string is still to be added."""
+    constraint: AnswerConstraint | None = None
 
     @property
     def is_streamed(self) -> bool:
@@ -70,7 +81,8 @@ def draw_cases(count: int, seed: int, model: str) -> list[ChaosCase]:
 
 
 def _draw_case(number: int, draws: random.Random, model: str, opening: str) -> ChaosCase:
-    is_chat = draws.random() < 0.5
+    kind = KINDS[number // CONSTRAINED_EVERY % len(KINDS)] if number % CONSTRAINED_EVERY == 0 else None
+    is_chat = draws.random() < 0.5 or kind is ChaosConstraintKind.CALL
     prompt = (opening if draws.random() < 0.33 else "") + _prose(draws, draws.randint(*PROMPT_CHARS))
     body: dict[str, object] = {
         "model": model,
@@ -87,7 +99,16 @@ def _draw_case(number: int, draws: random.Random, model: str, opening: str) -> C
         body |= {"stream": True, "stream_options": {"include_usage": True}}
     if draws.random() < 0.3:
         body |= {"logprobs": True, "top_logprobs": 2} if is_chat else {"logprobs": 2}
-    return ChaosCase(number, CHAT if is_chat else COMPLETIONS, body, wants_stop=draws.random() < 0.25)
+    case = ChaosCase(number, CHAT if is_chat else COMPLETIONS, body, wants_stop=draws.random() < 0.25)
+    return case if kind is None else _constrained(case, kind, draws)
+
+
+def _constrained(case: ChaosCase, kind: ChaosConstraintKind, draws: random.Random) -> ChaosCase:
+    """The same case with a constraint, and without what is refused beside one or would cut it."""
+    constraint = draw_constraint(kind, draws, partial(_prose, draws))
+    kept = {name: value for name, value in case.body.items() if name not in ("ignore_eos", "min_tokens")}
+    body = {**kept, "max_tokens": CONSTRAINED_TOKENS, **constraint.fields(case.path == CHAT)}
+    return replace(case, body=body, wants_stop=False, constraint=constraint)
 
 
 def _draw_sampling(draws: random.Random) -> dict[str, object]:

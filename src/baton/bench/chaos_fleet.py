@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ import msgspec
 
 from baton.bench.chaos_faults import READY, SeenInstance, SeenSuspicion
 from baton.bench.child_processes import Child, ChildFailed, started
+from baton.node.baton_command import baton_command
 
 LOOK_EVERY_S = 0.1
 START_S_MAX = 300.0
@@ -107,7 +107,7 @@ class ChaosFleet:
 @contextlib.asynccontextmanager
 async def running_fleet(options: Sequence[str], instances: int, http: aiohttp.ClientSession) -> AsyncIterator[ChaosFleet]:
     """Start a fleet and wait until all instances are ready. Stopped when the block ends."""
-    command = (sys.executable, "-m", "baton", "up", "--router-port", "0", *options)
+    command = baton_command("up", "--router-port", "0", *options)
     with started("baton up", command, {"NO_COLOR": "1"}) as child:
         fleet = ChaosFleet(await _address(child), child, http)
         while fleet.ready < instances:

@@ -2,7 +2,8 @@
 
 Owns what "the same answer" means: tokens, text, finish reason and log-probabilities of every choice, and the counts of the
 usage; a stream ends with exactly one [DONE] and nothing after it. No answer ends for want of blocks, and none was preempted
-more often than protects it, over all instances. Errors of the network or the server are values here, never exceptions: each
+more often than protects it, over all instances. Tool calls are compared by name and arguments; their ids are of a request.
+Errors of the network or the server are values here, never exceptions: each
 is reported as a difference.
 """
 
@@ -18,6 +19,7 @@ import aiohttp
 import msgspec
 
 from baton.bench.chaos_cases import ChaosCase
+from baton.bench.chaos_constraints import ConstraintJudgement, SeenCall, judged
 from baton.bench.sse import SseEvent, SseOverflow, SseParser
 from baton.core.config import SchedulerSettings
 from baton.core.handover.faults import PdCode
@@ -42,8 +44,20 @@ class _Logprobs(msgspec.Struct):
     text_offset: list[int] = []
 
 
+class _Function(msgspec.Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _Call(msgspec.Struct):
+    index: int | None = None
+    """Of a piece in a stream; calls of a whole answer come in order."""
+    function: _Function = msgspec.field(default_factory=_Function)
+
+
 class _Message(msgspec.Struct):
     content: str | None = None
+    tool_calls: list[_Call] | None = None
 
 
 class _Choice(msgspec.Struct):
@@ -89,6 +103,7 @@ class StreamedParts:
     """Token texts from the log-probabilities."""
     logprobs: list[float] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
+    calls: list[SeenCall] = field(default_factory=list)
     last_tokens_s: float | None = None
     """Time of the last event with tokens."""
 
@@ -118,6 +133,13 @@ class SeenAnswer:
     def tokens(self) -> int:
         return sum(len(part.tokens) for part in self.parts.values())
 
+    def judgements(self, case: ChaosCase) -> list[ConstraintJudgement]:
+        """Whether each choice satisfies the constraint of its case; empty where there is none."""
+        if case.constraint is None or self.fault is not None:
+            return []
+        parts = [part for _, part in sorted(self.parts.items())]
+        return [judged(case.constraint, part.finish, part.text, part.calls) for part in parts]
+
     def take(self, chunk: _Chunk, now_s: float) -> None:
         if chunk.error != msgspec.Raw(b"null"):
             self.fault = self.fault or _error(bytes(chunk.error))
@@ -132,6 +154,8 @@ class SeenAnswer:
             self.fault = self.fault or f"choice {choice.index} went on after its end"
         message = choice.delta or choice.message
         part.text += (message.content if message is not None else choice.text) or ""
+        for number, piece in enumerate((message.tool_calls if message is not None else None) or []):
+            self._take_call(part, number if piece.index is None else piece.index, piece)
         part.tokens += choice.token_ids or []
         if choice.token_ids:
             if part.last_tokens_s is not None:
@@ -143,6 +167,16 @@ class SeenAnswer:
             part.pieces += [entry.token for entry in entries] + choice.logprobs.tokens
             part.logprobs += [entry.logprob for entry in entries] + choice.logprobs.token_logprobs
             part.offsets += choice.logprobs.text_offset
+
+    def _take_call(self, part: StreamedParts, index: int, piece: _Call) -> None:
+        if index == len(part.calls):
+            part.calls.append(SeenCall())
+        if index >= len(part.calls):
+            self.fault = self.fault or f"call {index} came before call {len(part.calls)}"
+            return
+        call = part.calls[index]
+        call.name += piece.function.name or ""
+        call.arguments += piece.function.arguments or ""
 
 
 async def ask(http: aiohttp.ClientSession, url: str, case: ChaosCase, limit_s: float) -> SeenAnswer:
@@ -241,6 +275,8 @@ def _differ(expected: StreamedParts, part: StreamedParts) -> list[str]:
         at = _first_difference(expected.text, part.text)
         window = slice(max(0, at - 10), at + 10)
         found.append(f"text differs at character {at}: {part.text[window]!r}, undisturbed {expected.text[window]!r}")
+    if part.calls != expected.calls:
+        found.append(f"tool calls {part.calls}, undisturbed {expected.calls}"[:SHOWN_CHARS])
     if part.finish != expected.finish:
         found.append(f"finish reason {part.finish}, undisturbed {expected.finish}")
     aligned = part.pieces == expected.pieces and part.offsets == expected.offsets

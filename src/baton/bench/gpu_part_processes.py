@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from baton.bench.gpu_report import PartResult, part_of
+from baton.executor.python_command import python_command
 
 ALL_S, PART_S = 530.0, 240.0
 LOOK_S = 0.5
@@ -135,4 +135,4 @@ def _read(notes: Path) -> PartAttempt:
 
 
 def own_command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "baton.bench.gpu", *arguments]
+    return python_command("baton.bench.gpu", *arguments)

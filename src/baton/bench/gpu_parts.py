@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from msgspec.structs import replace
 
+from baton.bench.copied_masks import CONSTRAINT, copied_masks
 from baton.bench.gpu_floor import (
     GpuRates,
     ModelSizesOnGpu,
@@ -31,6 +33,7 @@ from baton.bench.gpu_rates import measure_rates
 from baton.bench.gpu_report import GpuRow, PartResult, StepPoint
 from baton.bench.gpu_serve import ClosedLoop, ClosedLoopLoad, ServedTotals, steps_alone_s
 from baton.bench.gpu_steps import CannotMeasure, SharedPool, StepTimer, StepTiming, stream
+from baton.bench.step_plans import GREEDY
 from baton.core.engine.request import Sampling
 from baton.executor.contract import Executor, ExecutorShape
 from baton.executor.cpu.executor import TorchCpuExecutor
@@ -59,7 +62,7 @@ class Make(Protocol):
     def __call__(
         self, loaded: LoadedModel, shape: ExecutorShape, *, step_tokens: int, attention: str, batch_invariant: bool
     ) -> Executor:
-        """Drafts are n-grams when the shape allows drafts."""
+        """Drafts are n-grams when the shape allows drafts. Constraints are those of `copied_masks`."""
 
 
 def make_on_cuda(
@@ -70,8 +73,9 @@ def make_on_cuda(
 
     proposer = NaiveProposer() if shape.burst == 1 else NgramProposer(shape.burst - 1, *NGRAMS)
     return TorchCudaExecutor.of(
-        loaded, shape, step_tokens=step_tokens, proposer=proposer, attention=attention, batch_invariant=batch_invariant
-    )
+        loaded, shape, step_tokens=step_tokens, proposer=proposer, attention=attention, batch_invariant=batch_invariant,
+        backends=copied_masks,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,8 @@ class Scale:
     peer_limit_s: float = 120.0
     draft_tokens: int = 4
     draft_batches: tuple[int, ...] = (1, 32)
+    constrained_batch: int = 64
+    """Rows, of which every other one has a constraint."""
     live_tokens: int = 4
     """Number of tokens with logits above zero; a small number makes the model repeat itself."""
     profile_steps: int = 12
@@ -432,6 +438,22 @@ def drafts(bench: GpuBench) -> PartResult:
     return result
 
 
+def constrained(bench: GpuBench) -> PartResult:
+    """A batch of which half has a constraint beside the same batch without any."""
+    scale = bench.scale
+    stepper, batch = StepTimer(bench.executor(scale.shape)), scale.constrained_batch
+    result = PartResult("constrained", notes=["masks are copied from random ones: computing them is not included"])
+    for words, wish in (("greedy", GREEDY), ("top-p 0.9", Sampling(seed=1, temperature=1.0, top_p=0.9))):
+        free = stepper.decode(batch, scale.context, wish)
+        mixed = stepper.decode(batch, scale.context, wish, replace(wish, constraint=CONSTRAINT))
+        what = f"batch {batch} × {scale.context:,}, {words}"
+        result.rows.append(_beside(f"{what}: half constrained", mixed, "none constrained", free))
+        rate, others = mixed.tokens_a_step / mixed.step_s, batch / 2 / mixed.step_s
+        told = f"the other half {others:,.0f} tokens/s; fewer where rows sit steps out"
+        result.rows.append(GpuRow(f"{what}: constrained rows", rate - others, "tokens/s", told))
+    return result
+
+
 def moe(bench: GpuBench) -> PartResult:
     scale = bench.scale
     stepper = StepTimer(bench.executor(scale.moe_shape))
@@ -455,7 +477,22 @@ def families(bench: GpuBench) -> PartResult:
 
 PARTS: dict[str, Callable[[GpuBench], PartResult]] = {
     part.__name__: part
-    for part in (rates, check, decode, attention, prefill, serve, idle, grid, invariant, drafts, moe, peer, families)
+    for part in (
+        rates,
+        check,
+        decode,
+        attention,
+        prefill,
+        serve,
+        idle,
+        grid,
+        invariant,
+        constrained,
+        drafts,
+        moe,
+        peer,
+        families,
+    )
 }
 """In order of execution; the most important come first, in case the time runs out."""
 

@@ -59,10 +59,12 @@ class StepTimer:
             plans.append(self._plans.plan(copies=tuple(Copy(0, target) for target in targets)))
         self._run(iter(plans), "filling the KV pool")
 
-    def decode(self, batch: int, context: int, sampling: Sampling = GREEDY) -> StepTiming:
-        """Time decode steps of `batch` sequences at a context."""
+    def decode(
+        self, batch: int, context: int, sampling: Sampling = GREEDY, every_other: Sampling | None = None
+    ) -> StepTiming:
+        """Time decode steps of `batch` sequences at a context; every other one may be sampled differently."""
         steps = WARM_UP_STEPS + WINDOWS * WINDOW_STEPS
-        plans = self.decode_plans(batch, context, steps, sampling)
+        plans = self.decode_plans(batch, context, steps, sampling, every_other)
         ends_s, results = self._run(plans, f"{batch} decodes at {context}")
         windows = [
             (ends_s[end] - ends_s[end - WINDOW_STEPS]) / WINDOW_STEPS
@@ -71,13 +73,21 @@ class StepTimer:
         counted = results[WARM_UP_STEPS:steps]
         return StepTiming(middle(windows), sum(int(result.counts.sum()) for result in counted) / len(counted))
 
-    def decode_plans(self, batch: int, context: int, steps: int, sampling: Sampling = GREEDY) -> Iterator[StepPlan]:
+    def decode_plans(
+        self,
+        batch: int,
+        context: int,
+        steps: int,
+        sampling: Sampling = GREEDY,
+        every_other: Sampling | None = None,
+    ) -> Iterator[StepPlan]:
         """`steps` decode steps whose mean context is `context`, then one that stops all sequences."""
         burst = self._executor.shape.burst
         known = max(1, context - steps // 2)
         starts, block = list[Start](), 0
         for slot in range(batch):
-            starts.append(self._plans.start(slot, known, known - 1, known + steps * burst + 1, block, sampling))
+            wish = every_other if every_other is not None and slot % 2 else sampling
+            starts.append(self._plans.start(slot, known, known - 1, known + steps * burst + 1, block, wish))
             block += len(starts[-1].blocks)
         self._check_room(batch, block, max(start.limit for start in starts))
         slots: Int32s = np.arange(batch, dtype=np.int32)
@@ -188,8 +198,8 @@ def stream(executor: Executor, plans: Iterator[StepPlan], in_flight: int = IN_FL
 
 
 def _check(result: StepResult, what: str) -> None:
-    """Raise when a row of the step computed nothing."""
-    idle = ~np.isin(result.outcomes, (RowOutcome.TOKENS, RowOutcome.PREEMPTED))
+    """Raise when a row of the step computed nothing. One that sat out has computed, for nothing."""
+    idle = ~np.isin(result.outcomes, (RowOutcome.TOKENS, RowOutcome.PREEMPTED, RowOutcome.SAT_OUT))
     if idle.any():
         name = RowOutcome(int(result.outcomes[idle][0])).name.lower()
         raise CannotMeasure(f"{what}: {int(idle.sum())} of {len(idle)} rows computed nothing ({name})")

@@ -9,6 +9,8 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from baton.cli.option_help import WIDTH_MAX, ListedCommand
+
 NOTHING_MOVED: Mapping[str, str] = {}
 
 
@@ -41,7 +43,7 @@ def _load(name: str, place: str) -> Any:
     found = getattr(import_module(module), attribute)
     if not isinstance(found, typer.Typer):
         alone = typer.Typer(add_completion=False, rich_markup_mode="rich")
-        alone.command(name)(found)
+        alone.command(name, cls=ListedCommand, context_settings={"max_content_width": WIDTH_MAX})(found)
         found = alone
     command = typer.main.get_command(found)
     command.name = name

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import typer
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 
 from baton.api.metrics import Metrics
 from baton.cli.main import app
@@ -133,7 +133,7 @@ def metric_rows() -> tuple[list[MetricRow], list[MetricRow]]:
 
 
 def _rows_of(collector: Any) -> list[MetricRow]:
-    if isinstance(collector, Counter | Histogram):
+    if isinstance(collector, Counter | Gauge | Histogram):
         labels = tuple(collector._labelnames)
         return [MetricRow(_full(one.name, one.type), one.type, labels, one.documentation) for one in collector.collect()]
     return [_family(one) for one in collector.collect()]

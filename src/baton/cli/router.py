@@ -9,7 +9,7 @@ import typer
 
 from baton.cli.declared_options import GivenOptions, taking_settings
 from baton.cli.options import config_file
-from baton.cli.serve import console, log_to_stderr, process_fields
+from baton.cli.serve import FAILURE, log_to_stderr, process_fields, tell
 from baton.core.errors import BatonError
 from baton.core.routing.config import RouterConfig
 from baton.router.settings import RouterProcessSettings
@@ -38,7 +38,7 @@ def router(*, given: GivenOptions, config: Config = None) -> None:  # noqa: ARG0
     try:
         _run(config=RouterConfig(**given.fields_of(RouterConfig), drain_us=drain_us), **settings)
     except BatonError as error:
-        console.print(f"baton router: {error}", style="red", markup=False, soft_wrap=True)
+        tell(f"baton router: {error}", settings["log_format"], FAILURE)
         raise typer.Exit(1) from None
 
 
@@ -46,7 +46,6 @@ def _run(**settings: Any) -> None:
     # Imported late: `baton --help` must not wait for the libraries of a server.
     from baton.router import service
 
-    log_to_stderr(settings["log_level"], settings["access_log"])
-    service.route(
-        service.RouterSettings(**settings), lambda line: console.print(line, style="dim", markup=False, soft_wrap=True)
-    )
+    log_to_stderr(settings)
+    log_format = settings["log_format"]
+    service.route(service.RouterSettings(**settings), lambda line: tell(line, log_format))

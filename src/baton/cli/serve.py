@@ -7,6 +7,8 @@ declared by the fields of InstanceSettings and EngineSettings.
 from __future__ import annotations
 
 import logging
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,9 +19,12 @@ from baton.cli.declared_options import GivenOptions, taking_settings
 from baton.cli.options import config_file
 from baton.core.config import OnPreempt
 from baton.core.errors import BatonError
-from baton.node.settings import EngineSettings, ExecutorKind, HttpSettings, InstanceSettings, LogLevel
+from baton.node.log_lines import OPERATOR, formatter_of, json_line
+from baton.node.settings import EngineSettings, ExecutorKind, HttpSettings, InstanceSettings, LogFormat
+from baton.node.stderr_queue import queue_stderr
 
 console = Console(stderr=True, highlight=False)
+FAILURE = "red"
 
 SCRIPTED_MODEL = "scripted"
 """Model name of the scripted executor."""
@@ -42,7 +47,8 @@ def serve(*, given: GivenOptions, config: Config = None) -> None:  # noqa: ARG00
     if engine["router"] is not None:
         engine.setdefault("on_preempt", OnPreempt.RESCHEDULE)
     engine["kv_store"] = engine["kv_store"] or None
-    made = EngineSettings("", None, b"", log_level=settings["log_level"], **engine)
+    logs = {name: settings[name] for name in ("log_level", "log_format")}
+    made = EngineSettings("", None, b"", **logs, **engine)
     _run(engine=made, **settings)
 
 
@@ -54,26 +60,40 @@ def process_fields(given: GivenOptions, owner: type[HttpSettings]) -> dict[str, 
     return settings
 
 
-def log_to_stderr(level: LogLevel, access_log: bool) -> None:
-    """Log Baton's loggers to standard error at the configured level; other libraries are not logged."""
+def log_to_stderr(settings: Mapping[str, Any]) -> None:
+    """Log Baton's loggers to standard error as configured, and what asyncio and the HTTP server say of failures.
+
+    From here on nothing that this process writes there waits for its reader.
+    """
+    queue_stderr()
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    handler.setFormatter(formatter_of(settings["log_format"]))
     ours = logging.getLogger("baton")
     ours.handlers[:] = [handler]
     ours.propagate = False
-    ours.setLevel(level.upper())
-    logging.getLogger("baton.access").setLevel(logging.NOTSET if access_log else logging.WARNING)
+    ours.setLevel(settings["log_level"].upper())
+    for name in ("uvicorn.error", "asyncio"):
+        logging.getLogger(name).handlers[:] = [handler]
+    logging.getLogger("baton.access").setLevel(logging.NOTSET if settings["access_log"] else logging.WARNING)
+
+
+def tell(line: str, log_format: LogFormat, style: str = "dim") -> None:
+    """Print a line for the operator, whatever the log level is."""
+    if log_format is LogFormat.JSON:
+        level = "ERROR" if style == FAILURE else "INFO"
+        sys.stderr.write("".join(json_line(part, level, OPERATOR) + "\n" for part in line.splitlines()))
+    else:
+        console.print(line, style=style, markup=False, soft_wrap=True)
 
 
 def _run(**settings: Any) -> None:
     # Imported late: `baton --help` must not wait for the libraries of a server.
     from baton.node import service
 
-    log_to_stderr(settings["log_level"], settings["access_log"])
+    log_to_stderr(settings)
+    log_format = settings["log_format"]
     try:
-        service.serve(
-            service.ServeSettings(**settings), lambda line: console.print(line, style="dim", markup=False, soft_wrap=True)
-        )
+        service.serve(service.ServeSettings(**settings), lambda line: tell(line, log_format))
     except BatonError as error:
-        console.print(f"baton serve: {error}", style="red", markup=False, soft_wrap=True)
+        tell(f"baton serve: {error}", log_format, FAILURE)
         raise typer.Exit(1) from None

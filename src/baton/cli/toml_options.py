@@ -20,6 +20,7 @@ import typer
 from typer.models import ParameterInfo
 
 Command = Callable[..., None]
+_INTEGER_END = 1 << 63
 NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
@@ -47,6 +48,8 @@ def _load(path: Path) -> Mapping[str, Any]:
         raise typer.BadParameter(f"{path}: {error.strerror}") from None
     except ValueError as error:  # not TOML, or not UTF-8
         raise typer.BadParameter(f"{path}: {error}") from None
+    except RecursionError:
+        raise typer.BadParameter(f"{path}: it is nested too deeply") from None
 
 
 def _check(path: Path, key: str, value: object, hint: object) -> None:
@@ -56,8 +59,10 @@ def _check(path: Path, key: str, value: object, hint: object) -> None:
     except msgspec.ValidationError as error:
         raise _bad(path, key, f"is wrong: {error}") from None
     if isinstance(value, int | float) and not isinstance(value, bool):
-        if not math.isfinite(value):
+        if isinstance(value, float) and not math.isfinite(value):  # an integer may be too large to ask
             raise _bad(path, key, f"is {value}, which is no finite number")
+        if isinstance(value, int) and not -_INTEGER_END < value < _INTEGER_END:
+            raise _bad(path, key, "is an integer of more than 64 bits")
         if info.min is not None and value < info.min:
             raise _bad(path, key, f"is {value}; the least is {info.min:g}")
         if info.max is not None and value > info.max:

@@ -13,15 +13,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from baton.cli.declared_options import GivenOptions, taking_settings
 from baton.cli.option_forwarding import given_for, source_of, taking_options_of
 from baton.cli.options import config_file
 from baton.cli.router import router
-from baton.cli.serve import serve
+from baton.cli.serve import FAILURE, serve, tell
 from baton.core.errors import BatonError
-from baton.node.settings import EngineSettings, ExecutorKind
+from baton.node.settings import EngineSettings, ExecutorKind, LogFormat
 from baton.up.fleet_plan import FleetPlan
 
 DECIDED = frozenset(
@@ -32,10 +31,16 @@ DECIDED = frozenset(
 HANDLED = frozenset([*DECIDED, "demo", "threads", "drain_timeout", "config", "api_key", "admin_key", "kv_store", "record"])
 SETTLED = {name.replace("_", "-"): "is not an option of baton up, which settles it for each process" for name in DECIDED}
 SETTLED["port"] += "; the port of the API is 'router-port'"
-OF_THE_ROUTER = frozenset(["host", "max_waiting", "chat_template"])
-"""Options for the router only: instances stay on loopback, and queueing is the router's."""
+OF_THE_ROUTER = frozenset(
+    ["host", "max_waiting", "chat_template", "tool_parser", "reasoning_parser", "generation_config",
+     "override_generation_config", "max_connections", "max_connections_per_address", "trusted_proxies", "allowed_hosts",
+     "allowed_origins"]
+)  # fmt: skip
+"""Options for the router only: clients come to it, instances stay on loopback, and queueing is the router's."""
 DEMO_KV = "128M"
 """A small KV pool, so that the dashboard shows the use of one answer."""
+DEMO_SAMPLING = '{"max_new_tokens": 256}'
+"""A length for answers to those who name none: a small model may not find an end."""
 QUIET = ("--log-level", "warning")
 """Log level of instances; the router logs requests."""
 
@@ -67,9 +72,11 @@ def _up(
     to_router = given_for(context, router, HANDLED)
     if fleet["demo"] and all(source_of(context, name) == "DEFAULT" for name in ("kv_memory", "kv_blocks")):
         to_instances = ("--kv-memory", DEMO_KV, *to_instances)
+    if fleet["demo"] and source_of(context, "override_generation_config") == "DEFAULT":
+        to_router = ("--override-generation-config", DEMO_SAMPLING, *to_router)
     quiet = () if "--log-level" in to_instances else QUIET
     record = _recording(context.params["record"])
-    store = context.params["kv_store"] or None
+    store, log_format = context.params["kv_store"] or None, context.params["log_format"]
     try:
         _check_model(fleet["model"], context.params)
         plan = FleetPlan(
@@ -78,19 +85,24 @@ def _up(
             kv_store=store, cluster_key=_cluster_key(store),
         )  # fmt: skip
         check_port(context.params["host"], plan.router_port)
-        code = _run(plan, needs_model=context.params["executor"] is not ExecutorKind.SCRIPTED)
+        code = _run(plan, log_format, needs_model=context.params["executor"] is not ExecutorKind.SCRIPTED)
     except BatonError as error:
-        Console(stderr=True, highlight=False).print(f"baton up: {error}", style="red", markup=False, soft_wrap=True)
+        tell(f"baton up: {error}", log_format, FAILURE)
         raise typer.Exit(1) from None
     raise typer.Exit(code)
 
 
 def _check_model(model: str, given: Mapping[str, Any]) -> None:
     """Report once what every instance would refuse."""
+    from baton.api.generation_config import given_defaults, overrides
     from baton.node.devices import check_device
     from baton.node.models import check_load_format
+    from baton.node.network_trust import check_trust
 
+    given_defaults(given["generation_config"])
+    overrides(given["override_generation_config"])
     check_load_format(model, given["load_format"])
+    check_trust(given["transfer"], given["kv_store"], given["trust_network"])
     named = ("device", "dtype", "attention", "batch_invariant", "speculate", "draft_tokens", "ngram_max")
     check_device(EngineSettings("", None, b"", **{name: given[name] for name in named}))
 
@@ -117,19 +129,26 @@ def check_port(host: str, port: int) -> None:
     bind(host, port, "--router-port").close()
 
 
-def _run(plan: FleetPlan, needs_model: bool) -> int:
+def _run(plan: FleetPlan, log_format: LogFormat, needs_model: bool) -> int:
+    from baton.node.leftovers import sweep_leftovers
     from baton.node.models import resolve_model
-    from baton.up.merged_log import MergedLog
+    from baton.node.stderr_queue import queue_stderr
+    from baton.up.merged_log import JsonMergedLog, MergedLog
     from baton.up.supervisor import ROUTER, Supervisor
 
-    with MergedLog((ROUTER, *(member.name for member in plan.members))) as log:
-        if needs_model:
-            resolve_model(plan.model, log.say)  # once, and not by every instance at the same time
+    queue_stderr()
+    merged = JsonMergedLog if log_format is LogFormat.JSON else MergedLog
+    log = merged((ROUTER, *(member.name for member in plan.members)))
+    if needs_model:
+        resolve_model(plan.model, log.say)  # once, and not by every instance at the same time
 
-        async def supervise() -> int:
-            return await Supervisor(plan, log, cores=len(os.sched_getaffinity(0))).run()
+    async def supervise() -> int:
+        return await Supervisor(plan, log, cores=len(os.sched_getaffinity(0))).run()
 
+    try:
         return asyncio.run(supervise())
+    finally:
+        sweep_leftovers()  # of instances that were killed: the next start would, and may not come
 
 
 up = taking_options_of(_up, (serve, router), leave_out=DECIDED)

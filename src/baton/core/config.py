@@ -244,6 +244,10 @@ class WorkerConfig(SchedulerSettings):
     """Longest sequence, prompt and outputs together."""
     burst: AtLeastOne = 1
     """Most tokens that one decode may yield in one step."""
+    constrained_burst: Annotated[int, Bounds(least=0)] = 0
+    """The same for a request with a constraint, where it is more than `burst`: the tokens that its grammar forces."""
+    constraint_backends: tuple[tuple[str, str], ...] = ()
+    """Name and version of each backend that the executor has for constraints."""
     role: Role = MIXED
     handover: HandoverConfig = HandoverConfig()
     tiers: TierConfig = TierConfig()
@@ -256,13 +260,18 @@ class WorkerConfig(SchedulerSettings):
         check_bounds(self)
         if self.tiers.host_rows and not self.prefix_cache:
             raise BadConfig("KV in host memory and in a store is found by the names of the prefix cache, which is off")
-        if self.burst > self.block_size:
-            raise BadConfig(f"burst ({self.burst}) must not be larger than block_size ({self.block_size})")
-        if self.step_tokens < self.slots * self.burst:
+        if self.burst_max > self.block_size:
+            raise BadConfig(f"burst ({self.burst_max}) must not be larger than block_size ({self.block_size})")
+        if self.step_tokens < self.slots * self.burst_max:
             raise BadConfig(
-                f"step_tokens ({self.step_tokens}) must be at least slots × burst ({self.slots} × {self.burst}), "
+                f"step_tokens ({self.step_tokens}) must be at least slots × burst ({self.slots} × {self.burst_max}), "
                 "so that every running request can decode in every step"
             )
+
+    @property
+    def burst_max(self) -> int:
+        """Most tokens that any decode may yield in one step."""
+        return max(self.burst, self.constrained_burst)
 
     @property
     def pool_tokens(self) -> int:

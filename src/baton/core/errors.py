@@ -42,6 +42,10 @@ class RefusalCode(StrEnum):
     """The outputs generated elsewhere are already the whole answer."""
     NO_INSTANCE = "no_instance"
     """The router has no instance for it."""
+    NO_BACKEND = "constraint_unsupported"
+    """The instance has no backend that could enforce the constraint of the answer."""
+    OTHER_BACKEND_VERSION = "constraint_version"
+    """The answer has begun under another version of the backend, which may allow other tokens."""
     RATE_LIMITED = "rate_limited"
     """The tenant has used up its rate."""
 

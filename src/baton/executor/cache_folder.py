@@ -5,6 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from baton.executor.private_files import private_folder
+from baton.executor.scratch_folder import sweep
+
+MAKING = ".making-"
+"""Prefix of folders in which something for the cache is being made."""
+KERNELS = "kernels"
+MODELS = "models"
+
 
 def cache_folder() -> Path:
     """`BATON_CACHE`, else `baton` under XDG_CACHE_HOME, else under ~/.cache. Not created here."""
@@ -13,3 +21,14 @@ def cache_folder() -> Path:
         return Path(own)
     shared = os.environ.get("XDG_CACHE_HOME")
     return (Path(shared) if shared else Path.home() / ".cache") / "baton"
+
+
+def private_cache(part: str) -> Path:
+    """A folder in the cache, made if it is missing. Raises UnsafeFile where another user may have written there."""
+    return private_folder(private_folder(cache_folder()) / part)
+
+
+def sweep_cache() -> None:
+    """Remove what killed processes were making."""
+    for part in (KERNELS, MODELS):
+        sweep(cache_folder() / part, MAKING)

@@ -26,6 +26,12 @@ class ExecutorShape:
     """Longest sequence a slot may hold."""
     burst: int = 1
     """Most tokens one decode may yield in one step."""
+    constrained_burst: int = 0
+    """The same for a slot with a constraint, where it is more than `burst`."""
+
+    @property
+    def burst_max(self) -> int:
+        return max(self.burst, self.constrained_burst)
 
 
 class DeviceBlocks(Protocol):

@@ -12,7 +12,7 @@ are those that decoding one at a time would have given; a draft saves a step or 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,6 +44,21 @@ class DraftTokens:
     def cut(self, room: Int64s) -> DraftTokens:
         """Keep at most `room[i]` drafts of row i."""
         return DraftTokens(self.tokens, np.minimum(self.counts, room).astype(np.int32))
+
+    def instead(self, others: DraftTokens) -> DraftTokens:
+        """The drafts of `others` where a row has some there, else these."""
+        width = max(self.tokens.shape[1], others.tokens.shape[1])
+        ours, theirs = (np.pad(one.tokens, ((0, 0), (0, width - one.tokens.shape[1]))) for one in (self, others))
+        has = others.counts > 0
+        return DraftTokens(np.where(has[:, None], theirs, ours), np.where(has, others.counts, self.counts))
+
+
+def drafts_of(rows: Sequence[Sequence[int]]) -> DraftTokens:
+    """Drafts listed row by row."""
+    tokens = np.zeros((len(rows), max(map(len, rows), default=0)), dtype=np.int32)
+    for row, drafts in enumerate(rows):
+        tokens[row, : len(drafts)] = drafts
+    return DraftTokens(tokens, np.array([len(drafts) for drafts in rows], dtype=np.int32))
 
 
 def no_drafts(rows: int) -> DraftTokens:

@@ -13,10 +13,26 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.utils import logging as transformers_logging
 
+from baton.core.errors import BatonError
+from baton.executor.gguf_header import BadGguf
 from baton.executor.model_support import UnsupportedModel
+
+REASON_CHARS_MAX = 300
 
 
 def convert_gguf(gguf: Path, target: Path) -> None:
+    """Raises UnsupportedModel or BadGguf, in one line, where the file cannot be converted."""
+    try:
+        _convert(gguf, target)
+    except BatonError:
+        raise
+    except Exception as error:
+        # What a library raises over a strange file is as many-fold as the strangeness; none of it concerns anything else.
+        reason = str(error).strip().partition("\n")[0][:REASON_CHARS_MAX]
+        raise BadGguf(f"{gguf.name} cannot be converted: {type(error).__name__}: {reason}") from error
+
+
+def _convert(gguf: Path, target: Path) -> None:
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
     model = _read_model(gguf)

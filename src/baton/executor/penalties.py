@@ -53,8 +53,18 @@ class SlotPenalties:
     def rows(self) -> int:
         return len(self._marks)
 
+    @property
+    def in_turn(self) -> npt.NDArray[np.bool_]:
+        return self.held
+
+    def concerned(self, slots: Slots, positions: Int64s) -> Int64s:
+        del positions
+        return np.flatnonzero(self.held[slots])
+
     def start(self, slot: int, tokens: Tokens, prompt_tokens: int, sampling: Sampling) -> None:
         self.stop(slot)
+        if not penalises(sampling):
+            return
         row_index = self._take_row()
         base = 0 if sampling.repetition_penalty != 1.0 else prompt_tokens
         history = torch.from_numpy(np.array(tokens[base:], dtype=np.int32)).to(self._device)
@@ -75,7 +85,7 @@ class SlotPenalties:
             self.held[slot] = False
             self._free.append(int(self._row[slot]))
 
-    def apply(self, logits: torch.Tensor, rows: Int64s, slots: Slots, positions: Int64s) -> None:
+    def shape(self, logits: torch.Tensor, rows: Int64s, slots: Slots, positions: Int64s) -> None:
         """Penalise the given rows of `logits` in place; each belongs to a different slot in `held`."""
         for slot, position in zip(slots.tolist(), positions.tolist(), strict=True):
             self._rewind(slot, position)

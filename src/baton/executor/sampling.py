@@ -1,10 +1,11 @@
 """The sampler of an executor: draws a token from each row of logits by the sampling parameters of the row's slot.
 
-Owns the parameters of every slot (replaced by `start`) and the state of its penalties. Knows nothing of plans, blocks or
-models. `token_choice` chooses tokens, `gumbel_noise` makes the noise, `penalties` keeps the state of penalties.
+Owns the parameters of every slot (replaced by `start`) and the shapers of logits. Knows nothing of plans, blocks or models.
+`token_choice` chooses tokens, `gumbel_noise` makes the noise, `penalties` and `logit_shapers` change logits.
 
-Order: repetition penalty, presence and frequency penalties, logit bias, the ban on stop tokens before `min_tokens`; then
-the maximum where temperature is 0, else temperature, top-k, top-p, min-p and a keyed draw.
+Order: repetition penalty, presence and frequency penalties, logit bias, the ban on stop tokens before `min_tokens`, allowed
+tokens, bad words, the mask of the constraint; then the maximum where temperature is 0, else temperature, top-k, top-p, min-p
+and a keyed draw.
 
 Promises
 - The token at a position depends on the row's logits, the slot's parameters and the tokens before it: not on the batch, the
@@ -13,7 +14,9 @@ Promises
   recorded past the position of a later call are forgotten.
 - Log-probabilities are those of the raw logits, before penalties, bias and temperature. They are finite: probabilities
   below e⁻⁹⁹⁹⁹ are reported as -9999, as the OpenAI API does.
-- Logits that are not finite raise no error (see `token_choice`), and the tensor that is passed in is not changed.
+- Logits that are not finite raise no error (see `token_choice`), and the tensor that is passed in is not changed. A row with
+  allowed tokens, bad words or a constraint draws only what these permit, whatever its logits; where they permit nothing, the
+  row fails.
 """
 
 from __future__ import annotations
@@ -29,7 +32,20 @@ import torch
 from baton.core.engine.plan import Logprobs
 from baton.core.engine.request import Sampling, Tokens
 from baton.core.errors import InvariantViolated
+from baton.executor.constraints.compiled_cache import NO_CONSTRAINTS, CompiledConstraints
+from baton.executor.constraints.slot_matchers import SlotMatchers
+from baton.executor.drafts import DraftTokens
 from baton.executor.gumbel_noise import RowKeys, noise_stream, row_keys
+from baton.executor.logit_shapers import (
+    AllowedTokens,
+    BadWords,
+    ConstraintMasks,
+    LogitBias,
+    LogitShaper,
+    RestrictingShaper,
+    StopTokenBan,
+    shapes_logits,
+)
 from baton.executor.penalties import SlotPenalties, penalises
 from baton.executor.scratch_buffers import ScratchBuffers
 from baton.executor.token_choice import (
@@ -58,17 +74,28 @@ class SampledTokens:
     """[rows]"""
     logprobs: tuple[Logprobs, ...]
     """For the rows whose slot requests them; `row` is the index of the row in the call."""
+    failed: tuple[int, ...] = ()
+    """Rows for which no token may be drawn; what `tokens` has for them means nothing."""
 
 
 class Sampler:
-    def __init__(self, slots: int, vocabulary: int, device: torch.device) -> None:
+    def __init__(
+        self, slots: int, vocabulary: int, device: torch.device, compiled: CompiledConstraints = NO_CONSTRAINTS
+    ) -> None:
         self._vocabulary = vocabulary
         self._device = device
         self._draw_rows = max(1, DRAW_ELEMENTS // vocabulary)
         self._scratch = ScratchBuffers(device)
-        self._penalties = SlotPenalties(slots, vocabulary, device)
-        self._bias: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._banned: dict[int, torch.Tensor] = {}
+        self._constraints = ConstraintMasks(slots, vocabulary, device, compiled)
+        self._restricting: tuple[RestrictingShaper, ...] = (
+            AllowedTokens(slots, vocabulary, device), BadWords(slots, vocabulary, device), self._constraints,
+        )  # fmt: skip
+        self._shapers: tuple[LogitShaper, ...] = (
+            SlotPenalties(slots, vocabulary, device), LogitBias(slots, device), StopTokenBan(slots, device),
+            *self._restricting,
+        )  # fmt: skip
+        self._restricted = np.zeros(slots, dtype=np.bool_)
+        """Slots for which some tokens may never be drawn."""
         self._occupied = np.zeros(slots, dtype=np.bool_)
         self._plain = np.zeros(slots, dtype=np.bool_)
         """Slots that take the argmax of the raw logits."""
@@ -80,11 +107,9 @@ class Sampler:
         self._top_k = np.zeros(slots, dtype=np.int64)
         self._top_p = np.full(slots, math.inf)
         self._floor = np.full(slots, -math.inf)
-        self._ban_ends = np.zeros(slots, dtype=np.int64)
-        """First position at which stop tokens may be drawn."""
 
     def start(self, slot: int, tokens: Tokens, prompt_tokens: int, sampling: Sampling) -> None:
-        """Replace all state of the slot. `tokens` past the prompt are earlier outputs, which penalties count."""
+        """Replace all state of the slot. `tokens` past the prompt are its earlier outputs."""
         self.stop(slot)
         greedy = sampling.temperature == 0
         self._occupied[slot] = True
@@ -96,24 +121,44 @@ class Sampler:
         self._top_k[slot] = sampling.top_k if 0 < sampling.top_k < self._vocabulary else 0
         self._top_p[slot] = sampling.top_p if sampling.top_p < 1 else math.inf
         self._floor[slot] = math.log(min(sampling.min_p, 1.0)) if sampling.min_p > 0 else -math.inf
-        self._ban_ends[slot] = prompt_tokens + sampling.min_tokens if sampling.stop_token_ids else 0
-        if sampling.stop_token_ids:
-            self._banned[slot] = self._ids(sampling.stop_token_ids)
-        if sampling.logit_bias:
-            bias = dict(sampling.logit_bias)
-            values = torch.tensor(tuple(bias.values()), dtype=torch.float64, device=self._device)
-            self._bias[slot] = (self._ids(tuple(bias)), values)
-        if penalises(sampling):
-            self._penalties.start(slot, tokens, prompt_tokens, sampling)
-        shapes = penalises(sampling) or bool(sampling.logit_bias) or self._ban_ends[slot] > 0
-        self._plain[slot] = greedy and not shapes
+        for shaper in self._shapers:
+            shaper.start(slot, tokens, prompt_tokens, sampling)
+        self._restricted[slot] = sampling.is_restricted
+        self._plain[slot] = greedy and not (penalises(sampling) or shapes_logits(sampling))
 
     def stop(self, slot: int) -> None:
         """Forget the slot. Stopping an empty one changes nothing."""
         self._occupied[slot] = False
-        self._bias.pop(slot, None)
-        self._banned.pop(slot, None)
-        self._penalties.stop(slot)
+        for shaper in self._shapers:
+            shaper.stop(slot)
+
+    def close(self) -> None:
+        """Release threads."""
+        self._constraints.matchers.close()
+
+    @property
+    def matchers(self) -> SlotMatchers:
+        """For a caller that draws constrained rows itself: it prepares masks, and records what it has drawn."""
+        return self._constraints.matchers
+
+    @property
+    def constrained(self) -> npt.NDArray[np.bool_]:
+        """[slots]: whether the slot has a constraint."""
+        return self._constraints.matchers.held
+
+    def forced(self, slot: int, position: int, most: int) -> list[int]:
+        """Tokens that the constraint of the slot forces from a position on, at most so many."""
+        return self._constraints.matchers.forced(slot, position, most)
+
+    def prepare(self, slots: Slots, positions: Int64s, drafts: DraftTokens) -> None:
+        """Announce the next call of `sample`, so that masks are computed meanwhile. It draws at these positions of distinct
+        slots, and after each of the drafts. Without a constraint this costs nothing; with one and drafts it is required."""
+        if len(slots):
+            self._constraints.prepare(slots, positions, drafts)
+
+    def late(self, slots: Slots, patient: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """Which of the slots that were announced sit the call out, of those that may: their masks are not there."""
+        return self._constraints.matchers.late(slots, patient)
 
     def sample(self, logits: torch.Tensor, slots: Slots, positions: Int64s) -> SampledTokens:
         """One token for each row of `logits` [rows, vocabulary], to stand at `positions` of the sequences in `slots`."""
@@ -121,31 +166,39 @@ class Sampler:
             raise InvariantViolated(f"rows of empty slots: {slots[~self._occupied[slots]].tolist()}")
         if len(slots) == 0:
             return SampledTokens(np.empty(0, dtype=np.int32), ())
-        tokens = self._tokens(logits, slots, positions)
-        return SampledTokens(tokens.to(torch.int32).cpu().numpy(), self._logprobs(logits, slots, tokens))
+        self._constraints.begin(slots, positions)
+        failed: list[int] = []
+        tokens = self._tokens(logits, slots, positions, failed)
+        logprobs = self._logprobs(logits, slots, tokens)
+        return SampledTokens(tokens.to(torch.int32).cpu().numpy(), logprobs, tuple(sorted(failed)))
 
-    def _tokens(self, logits: torch.Tensor, slots: Slots, positions: Int64s) -> torch.Tensor:
+    def _tokens(self, logits: torch.Tensor, slots: Slots, positions: Int64s, failed: list[int]) -> torch.Tensor:
         if self._plain[slots].all():
             return argmax_tokens(finite_logits(logits))
         tokens = torch.empty(len(slots), dtype=torch.int64, device=self._device)
         for rows in self._waves(slots):
             at = self._index(rows)
-            tokens[at] = self._choose(_rows_of(logits, rows), slots[rows], positions[rows])
+            tokens[at], hopeless = self._choose(_rows_of(logits, rows), slots[rows], positions[rows])
+            failed += rows[hopeless].tolist()
         return tokens
 
     def _waves(self, slots: Slots) -> Iterator[Int64s]:
-        """Rows to draw together: all, unless a slot with penalties has several, where each depends on the one before."""
+        """Rows to draw together: all, unless a slot has several and each depends on what is drawn for the one before."""
         wave = np.zeros(len(slots), dtype=np.int64)
         seen: dict[int, int] = {}
-        for row in np.flatnonzero(self._penalties.held[slots]).tolist():
+        in_turn = np.logical_or.reduce([shaper.in_turn[slots] for shaper in self._shapers])
+        for row in np.flatnonzero(in_turn).tolist():
             slot = int(slots[row])
             wave[row] = seen.get(slot, 0)
             seen[slot] = int(wave[row]) + 1
         for number in range(int(wave.max()) + 1):
             yield np.flatnonzero(wave == number)
 
-    def _choose(self, logits: torch.Tensor, slots: Slots, positions: Int64s) -> torch.Tensor:
-        shaped = finite_logits(self._shaped(logits, slots, positions))
+    def _choose(self, logits: torch.Tensor, slots: Slots, positions: Int64s) -> tuple[torch.Tensor, list[int]]:
+        """The tokens of rows, and the rows for which none may be drawn."""
+        concerned = [shaper.concerned(slots, positions) for shaper in self._shapers]
+        shaped, failed = self._shaped(logits, slots, positions, concerned)
+        shaped = finite_logits(shaped)
         tokens = torch.empty(len(slots), dtype=torch.int64, device=self._device)
         greedy = self._greedy[slots]
         if greedy.any():
@@ -157,27 +210,50 @@ class Sampler:
                 keys = row_keys(self._stream[slots[rows]], positions[rows], self._device)
                 drawn = draw(_rows_of(shaped, rows), keys, self._cuts(slots[rows]), self._scratch)
                 tokens[self._index(rows)] = drawn
-        held = np.flatnonzero(self._penalties.held[slots])
-        if len(held) > 0:
-            self._penalties.record(slots[held], positions[held], tokens[self._index(held)])
-        return tokens
+        for shaper, rows in zip(self._shapers, concerned, strict=True):
+            if len(rows) > 0:
+                shaper.record(slots[rows], positions[rows], tokens[self._index(rows)])
+        return tokens, failed
 
-    def _shaped(self, logits: torch.Tensor, slots: Slots, positions: Int64s) -> torch.Tensor:
-        """The logits after penalties, bias and bans: a copy if any row has any, else the same tensor."""
-        penalised = np.flatnonzero(self._penalties.held[slots])
-        biased = [row for row, slot in enumerate(slots.tolist()) if slot in self._bias] if self._bias else []
-        banned = np.flatnonzero(positions < self._ban_ends[slots]).tolist()
-        if len(penalised) == 0 and not biased and not banned:
-            return logits
+    def _shaped(
+        self, logits: torch.Tensor, slots: Slots, positions: Int64s, concerned: list[Int64s]
+    ) -> tuple[torch.Tensor, list[int]]:
+        """The logits after all shapers: a copy if any row is concerned, else the same tensor. And the failed rows."""
+        if not any(len(rows) for rows in concerned):
+            return logits, []
         shaped = logits.clone()
-        if len(penalised) > 0:
-            self._penalties.apply(shaped, penalised, slots[penalised], positions[penalised])
-        for row in biased:
-            ids, values = self._bias[int(slots[row])]
-            shaped[row, ids] += values.to(shaped.dtype)
-        for row in banned:
-            shaped[row, self._banned[int(slots[row])]] = -math.inf
-        return shaped
+        for shaper, rows in zip(self._shapers, concerned, strict=True):
+            if len(rows) > 0:
+                shaper.shape(shaped, rows, slots[rows], positions[rows])
+        return shaped, self._save_restricted(logits, shaped, slots, positions)
+
+    def _save_restricted(self, logits: torch.Tensor, shaped: torch.Tensor, slots: Slots, positions: Int64s) -> list[int]:
+        """Give restricted rows without a finite value one for each permitted token. Returns those that have none."""
+        rows = np.flatnonzero(self._restricted[slots])
+        if not len(rows):
+            return []
+        failed = [int(row) for row in rows if self._constraints.has_failed(int(slots[row]), int(positions[row]))]
+        finite = torch.isfinite(_rows_of(shaped, rows).amax(dim=-1)).cpu().numpy()
+        for row in rows[~finite].tolist():
+            permitted = self._permitted(int(slots[row]), int(positions[row]), logits.shape[1])
+            values = shaped[row].nan_to_num(nan=-math.inf, posinf=torch.finfo(shaped.dtype).max, neginf=-math.inf)
+            values = values.masked_fill_(~permitted, -math.inf)
+            if not bool(permitted.any()):
+                failed += [] if row in failed else [row]
+                self._constraints.note_failed(int(slots[row]), int(positions[row]))
+            elif bool(values.max() == -math.inf):
+                values = torch.zeros_like(values).masked_fill_(~permitted, -math.inf)
+            shaped[row] = values
+        return failed
+
+    def _permitted(self, slot: int, position: int, columns: int) -> torch.Tensor:
+        permitted = np.ones(self._vocabulary, dtype=np.bool_)
+        for shaper in self._restricting:
+            left = shaper.permitted(slot, position)
+            if left is not None:
+                permitted &= left
+        padded = np.pad(permitted, (0, columns - self._vocabulary))
+        return torch.from_numpy(padded).to(self._device)
 
     def _draws(self, slots: Slots) -> Iterator[tuple[Draw, Int64s]]:
         """Which rows to draw in which way."""
@@ -219,9 +295,6 @@ class Sampler:
 
     def _index(self, rows: Int64s) -> torch.Tensor:
         return torch.from_numpy(rows).to(self._device)
-
-    def _ids(self, tokens: tuple[int, ...]) -> torch.Tensor:
-        return torch.tensor(tokens, dtype=torch.int64, device=self._device)
 
 
 def _rows_of(table: torch.Tensor, rows: Int64s) -> torch.Tensor:

@@ -12,6 +12,8 @@ holds for them together. Over it, the least recently used objects are removed un
 file's modification time, set when it is written and, at most once a minute, when it is looked for or read. Of the objects of
 one call the first counts as used last: the later ones of its chain are useless without it.
 
+Where no limit is given it is DEFAULT_LIMIT_BYTES: a store that clients fill must not fill the disk.
+
 **No fsync.** A killed process loses nothing that was renamed: the kernel has it. After a power cut a file may be empty or
 torn; the envelope's checksum detects that, and the block is computed again. Waiting for the disk for each block would make
 the store many times slower to protect a cache.
@@ -34,6 +36,7 @@ from baton.kv.object_folder import ObjectFolder, make_folder, open_plain, plain_
 from baton.kv.object_writer import ObjectWriter, drafts_folder
 from baton.kv.store import MISSING, OVERSIZED, BadStore, Store, StoreFailed, StoreStat, StoreUrl
 
+DEFAULT_LIMIT_BYTES = 10 << 30
 TOUCH_S = 60.0
 _STEP_NS = 1000
 """Difference between the times of two objects of one call: the resolution of coarse file systems."""
@@ -174,6 +177,7 @@ def open_file(url: StoreUrl, timeout_s: float, limit_bytes: int | None, create: 
     folder = _folder_at(url.path)
     if create:
         prepare_folder(folder)
+        limit_bytes = DEFAULT_LIMIT_BYTES if limit_bytes is None else limit_bytes
     else:
         _demand_folder(folder, create=False)
     store = FileStore(folder, timeout_s, limit_bytes)

@@ -28,7 +28,7 @@ from typing import Protocol, TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from baton.kv.mooncake_engine import load_libraries
+from baton.kv.mooncake_engine import load_libraries, ports_told
 from baton.kv.store import StoreFailed
 
 _AREA_BYTES = 8 << 20
@@ -224,7 +224,9 @@ class MooncakeConnection:
         ours = settings.host or found
         _set_call_timeouts(self._timeout_s)
         client = client_class()()
-        if client.setup(ours, settings.metadata, 0, 0, settings.protocol, settings.device, f"{host}:{port}"):
+        with ports_told("the store's client"):
+            failed = client.setup(ours, settings.metadata, 0, 0, settings.protocol, settings.device, f"{host}:{port}")
+        if failed:
             raise StoreFailed(f"{settings.shown} does not take us in as {ours}")
         return client
 

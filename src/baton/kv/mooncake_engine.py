@@ -5,18 +5,23 @@ Owns the library and the system libraries that it needs. Knows nothing of KV.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import ipaddress
+import logging
 import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Protocol
 
+from baton.kv.listening_ports import listening_addresses
 from baton.kv.transfer_contract import TransferUnavailable
+
+log = logging.getLogger("baton.mooncake")
 
 READ_TIMEOUT_S = 5
 LIBRARIES = Path(sys.prefix) / "lib" / "baton-mooncake"
@@ -69,6 +74,19 @@ def _in_order(folder: Path) -> list[Path]:
     )
 
 
+@contextlib.contextmanager
+def ports_told(opener: str) -> Iterator[None]:
+    """Log the ports that the library opens inside the block, which it tells nobody. They are open to everybody."""
+    before = listening_addresses()
+    yield
+    opened = sorted(listening_addresses() - before) or ["ports that the system does not tell"]
+    log.warning(
+        "mooncake: %s listens at %s, without authentication: what reaches it can read and write this instance's KV",
+        opener,
+        ", ".join(opened),
+    )
+
+
 class TransferEngine:
     """One engine per process and address, shared by its users and ended by the last of them."""
 
@@ -80,7 +98,9 @@ class TransferEngine:
         self._users = 0
         self._registered: Counter[int] = Counter()
         self._theirs = _engine_class()()
-        if self._theirs.initialize(host, "P2PHANDSHAKE", "tcp", ""):
+        with ports_told("the Transfer Engine"):
+            started = self._theirs.initialize(host, "P2PHANDSHAKE", "tcp", "") == 0
+        if not started:
             raise TransferUnavailable(f"mooncake's Transfer Engine does not start on {host}")
         self.name = f"{host}:{self._theirs.get_rpc_port()}"
 

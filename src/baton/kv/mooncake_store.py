@@ -133,7 +133,7 @@ class MooncakeStore:
         sizes = [size for _, size in self.names()]
         metrics = self._bounded(lambda: self._connection.ask_master("/metrics")).decode("utf-8", "replace")
         values = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if line.startswith("master_") and " " in line)
-        capacity = int(float(values.get("master_total_capacity_bytes", "0")))
+        capacity = self._number(values.get("master_total_capacity_bytes", "0"))
         details = {"capacity of all instances": str(capacity), "given by this one": str(self._connection.mounted_bytes)}
         return StoreStat(self.kind, len(sizes), sum(sizes), capacity or None, details)
 
@@ -171,6 +171,12 @@ class MooncakeStore:
             in_memory = [each.get_memory_descriptor() for each in found.get(key, ()) if each.is_memory_replica()]
             if in_memory:
                 yield key.removeprefix(PREFIX), in_memory[0].buffer_descriptor.size
+
+    def _number(self, text: str) -> int:
+        try:
+            return int(float(text))
+        except (ValueError, OverflowError):  # no number, or an infinite one
+            raise StoreFailed(f"{self._settings.shown}: its master tells a capacity of {text[:40]!r}") from None
 
     def _give_back(self, fetched: tuple[Area, list[int]]) -> None:
         self._connection.areas.give_back(fetched[0])

@@ -32,6 +32,8 @@ OVERSIZED = -2
 _SCHEMES = {"file": "file", "valkey": "valkey", "redis": "valkey", "mooncake": "mooncake"}
 _EXAMPLES = "file:DIR, valkey://HOST:PORT/0 or mooncake://HOST:PORT"
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_SIZE_DIGITS_MAX = 20
+"""Of a size: more than any disk has, and few enough that the number is finite."""
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
@@ -148,8 +150,8 @@ def parse_url(url: str) -> StoreUrl:
 def parse_size(text: str) -> int:
     """`20G`, `512MiB` or a plain number of bytes."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE | re.ASCII)
-    if match is None:
-        raise BadStore(f"{text!r} is not a size; write for example 512M or 20G")
+    if match is None or len(match[1]) > _SIZE_DIGITS_MAX:
+        raise BadStore(f"{text[:40]!r} is not a size; write for example 512M or 20G")
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 

@@ -28,22 +28,25 @@ import zmq
 from baton.core.config import BadConfig
 from baton.core.engine.driver import Answer, WorkerDriver
 from baton.core.engine.gauges import PeerTraffic, StoreTraffic
-from baton.core.engine.orders import ReportChanges
+from baton.core.engine.orders import ReportChanges, Submit
 from baton.core.engine.prefix import PrefixIndex
-from baton.core.engine.worker import Event, Launch, StepDone, Tick, Worker
+from baton.core.engine.worker import Event, GroupRefused, Launch, StepDone, Tick, Worker
 from baton.core.errors import BatonError
 from baton.core.handover.messages import PeerEffect, PeerEvent
 from baton.core.tiers.transfers import StorageEffect
+from baton.executor.constraints.compiled_cache import NO_CONSTRAINTS, CompiledConstraints
 from baton.executor.contract import Executor
 from baton.kv.store import BadStore
 from baton.node.clock import monotonic_us
+from baton.node.constraint_gate import ConstraintGate, GatePassed, GateRefused
 from baton.node.engine_beats import SOCKET_NAME, EngineBeats, LoopProgress
 from baton.node.engine_setup import build_executor, worker_config
 from baton.node.gc_pauses import freeze_gc
 from baton.node.handovers import open_handovers
-from baton.node.inbox import EngineInbox, Item, ThreadFailure
+from baton.node.inbox import EngineInbox, EventItem, ThreadFailure
 from baton.node.kv_pool_memory import PoolMemory, blocks_of, layout_of
 from baton.node.kv_storage import KvStorage, describe, open_kv_store
+from baton.node.log_lines import formatter_of
 from baton.node.parent_process import die_with_parent
 from baton.node.recording import (
     DUMPED_NAME,
@@ -54,6 +57,8 @@ from baton.node.recording import (
     open_recorder,
 )
 from baton.node.settings import EngineSettings, decode_settings
+from baton.node.starting_share import full_share, lower_share
+from baton.node.stderr_queue import EXIT_S_MAX, drain_stderr, queue_stderr
 from baton.wire.engine_messages import (
     WIRE_VERSION,
     FailedMessage,
@@ -84,6 +89,8 @@ GAUGES_US = 50_000
 TRAFFIC_US = 1_000_000
 """Interval of the counts of refused connections and of received bytes."""
 FINAL_SEND_MS = 1000
+THREAD_STACK_BYTES = 16 << 20
+"""Of every thread here. Grammars are compiled by recursion; processes that try them first do with a quarter of this."""
 
 EXIT_FAILED = 1
 EXIT_NO_PARENT = 3
@@ -125,6 +132,7 @@ class EngineLoop:
         storage: StorageOrders | None = None,
         now_us: Callable[[], int] = monotonic_us,
         recorder: ProcessRecorder | None = None,
+        constraints: CompiledConstraints = NO_CONSTRAINTS,
     ) -> None:
         self.progress = LoopProgress()
         self._worker = worker
@@ -133,6 +141,7 @@ class EngineLoop:
         self._executor = executor
         self._socket = socket
         self._inbox = EngineInbox() if inbox is None else inbox
+        self._gate = ConstraintGate(constraints, self._inbox.put, now_us)
         self._handovers = handovers
         self._storage = storage
         self._has_services = handovers is not None or storage is not None
@@ -172,7 +181,10 @@ class EngineLoop:
         self.progress.turns += 1
         self._take_messages()
         for item in self._inbox.take():
-            self._handle(self._event(item))
+            if isinstance(item, GateRefused):
+                self._refuse(item)
+            else:
+                self._handle(self._event(item))
         now_us = self._now_us()
         if self._pulse_us is not None and self._pulse_us <= now_us:
             self._send_pulse(now_us)
@@ -213,8 +225,10 @@ class EngineLoop:
             message = decode_to_engine(frame)
             if isinstance(message, PrefillPeerAddresses):
                 self._connect_peers(message.addresses)
-                continue
-            self._handle(message)
+            elif isinstance(message, Submit) and not self._gate.passes(message):
+                self._refuse(self._gate.hold(message))
+            else:
+                self._handle(message)
             if isinstance(message, ReportChanges):
                 self._pulse_us = self._now_us()
 
@@ -222,9 +236,15 @@ class EngineLoop:
         if self._handovers is not None:  # otherwise this instance has no peers
             self._handovers.connect_to(addresses)
 
-    def _event(self, item: Item) -> Event:
+    def _refuse(self, refused: GateRefused | None) -> None:
+        if refused is not None:
+            self._answer(GroupRefused(refused.ticket, refused.refusal))
+
+    def _event(self, item: EventItem) -> Event:
         if isinstance(item, ThreadFailure):
             raise item.error
+        if isinstance(item, GatePassed):
+            return item.submit
         if not isinstance(item, Future):
             if self._handovers is not None and isinstance(item, PeerEvent):
                 self._handovers.before_handling(item)
@@ -271,11 +291,13 @@ def serve(settings: EngineSettings, socket: zmq.Socket[bytes], closing: contextl
     failure first."""
     inbox = EngineInbox()
     end_with_threads(inbox)
+    if settings.router is not None:
+        lower_share()
     store = open_kv_store(settings)  # first: loading a model takes long, and the address may be wrong
     pool = PoolMemory(settings)
     built = build_executor(settings, pool.allocate)
     executor, details = built.executor, built.details
-    config = worker_config(settings, executor.shape, executor.kv.block_bytes)
+    config = worker_config(settings, executor.shape, executor.kv.block_bytes, built.constraints.versions)
     prefix = PrefixIndex(settings.prefix_secret, executor.fingerprint, config.blocks)
     worker = Worker(config, prefix, handover_secret=secrets.token_bytes(32))
     storage = None
@@ -284,6 +306,8 @@ def serve(settings: EngineSettings, socket: zmq.Socket[bytes], closing: contextl
         closing.callback(storage.close)
         details = f"{details}, {describe(settings, rows)}"
     handovers = open_handovers(settings, executor, pool, inbox) if settings.has_peers else None
+    if settings.router is not None:
+        full_share()
     ready = ReadyMessage(
         version=WIRE_VERSION,
         context_tokens=config.sequence_tokens_max,
@@ -301,7 +325,7 @@ def serve(settings: EngineSettings, socket: zmq.Socket[bytes], closing: contextl
     if recorder is not None:
         dump_on_signal(recorder, _folder_of(settings) / DUMPED_NAME)
         closing.callback(recorder.close)
-    loop = EngineLoop(worker, executor, socket, inbox, handovers, storage, recorder=recorder)
+    loop = EngineLoop(worker, executor, socket, inbox, handovers, storage, recorder=recorder, constraints=built.constraints)
     beats = EngineBeats(f"{_folder_of(settings)}/{SOCKET_NAME}", loop.progress)
     closing.callback(beats.close)
     socket.send(encode_from_engine(ready))
@@ -340,14 +364,19 @@ def _exit_with_front_end(folder: Path) -> None:
         pass
     close_recorders()
     shutil.rmtree(folder, ignore_errors=True)
+    drain_stderr(EXIT_S_MAX)
     os._exit(EXIT_NO_PARENT)
 
 
 def main() -> None:
     die_with_parent()  # a stopped front end does not close the pipe
     ignore_dump_signal()
+    threading.stack_size(THREAD_STACK_BYTES)
     settings = decode_settings(sys.stdin.buffer.readline())
-    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    queue_stderr()
+    handler = logging.StreamHandler()
+    handler.setFormatter(formatter_of(settings.log_format))
+    logging.basicConfig(level=settings.log_level.upper(), handlers=[handler])
     folder = _folder_of(settings)
     tempfile.tempdir = str(folder)  # the front end's private folder, removed with it: this process may end abruptly
     threading.Thread(target=_exit_with_front_end, args=(folder,), daemon=True).start()

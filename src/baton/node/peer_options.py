@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
 from baton.core.config import ROLES, PrefillPath
 from baton.core.errors import BatonError
+from baton.executor.private_files import why_unsafe
 from baton.node.secrets import kept_secret
 from baton.node.settings import EngineSettings
 from baton.wire.keyfile import key_of_text
@@ -139,7 +141,10 @@ def key_for(hosts: Iterable[str], text: str | None, file: str | None, folder: Pa
 
 def _read(file: str) -> str:
     try:
-        if Path(file).stat().st_mode & 0o077:
+        status = Path(file).stat()
+        if (why := why_unsafe(status.st_uid, status.st_mode, os.geteuid())) is not None:
+            raise BadPairing(f"--cluster-key-file {file} {why}; make it yours alone, with mode 600")
+        if status.st_mode & 0o077:
             log.warning("--cluster-key-file %s can be read by others on this machine; chmod 600 it", file)
         return Path(file).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:

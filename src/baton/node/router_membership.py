@@ -32,8 +32,9 @@ from baton.wire.sealed_stream import ConnectionEnd, StreamConfig
 log = logging.getLogger("baton.joining")
 
 CONNECT_S = 1.0
-ROUTER_STREAM = StreamConfig(handshake_us=2_000_000)
-"""Beats are messages of the membership: the stream of this side needs no heartbeat of its own."""
+ROUTER_STREAM = StreamConfig(handshake_us=2_000_000, silent_us=3_000_000)
+"""Beats are messages of the membership: the stream of this side needs no heartbeat of its own. The router gives a sign of
+life twice a second: where none comes, its direction is broken, whatever becomes of ours."""
 RETRY = RetryConfig(
     first_us=50_000,
     longest_us=500_000,
@@ -108,6 +109,12 @@ class RouterMembership:
         self._last_logged = ""
         """The last logged reason for having no session."""
         self.beat_late_us_max = 0
+        self._router_is_keyed: bool | None = None
+
+    @property
+    def router_is_keyed(self) -> bool | None:
+        """Whether clients need an API key at the router, as it last said; None: it has not been reached yet."""
+        return self._router_is_keyed
 
     async def run(self) -> None:
         """Run for ever; raises InstanceFenced."""
@@ -182,6 +189,11 @@ class RouterMembership:
         if effects.hang_up is not None and self._connection is not None:
             self._connection.abort(None, effects.hang_up)
         self._turned_away, self._fenced = effects.turned_away or self._turned_away, effects.fenced or self._fenced
+        if effects.rejoins_as is not None:
+            log.warning(
+                "an earlier life of this instance had a higher incarnation, so the clock of one of them is wrong: "
+                "joining again as incarnation %d", effects.rejoins_as,
+            )  # fmt: skip
         if effects.drain:
             log.info("the router wants this instance to finish and go")
             self._on_drain()
@@ -192,6 +204,7 @@ class RouterMembership:
 
     def _on_welcome(self, welcome: Welcome) -> None:
         self._welcome = welcome
+        self._router_is_keyed = welcome.keyed
         now_us = monotonic_us()
         self._pulses_us = now_us if self._pulses_us is None else self._pulses_us
         self._beat_due_us = now_us + welcome.beat_us  # with the engine's first pulse
@@ -221,7 +234,10 @@ class RouterMembership:
         silent_us = max(0, self._engine_silent_us(now_us) - late_us)
         # Asked only where it matters: a look takes a while in a process with many threads.
         runs = silent_us < ENGINE_DOUBTED_US or self._engine.runs
-        beat = self._sessions.beat(None, EngineVitals(silent_us, runs, self._engine.stall_limit_us), now_us)
+        vitals = EngineVitals(silent_us, runs, self._engine.stall_limit_us)
+        # Nor was the router silent while this process could not listen.
+        unheard_us = 0 if self._connection is None else self._connection.silent_us() - late_us
+        beat = self._sessions.beat(None, vitals, now_us, unheard_us)
         if beat is not None:
             self._send([beat])
 

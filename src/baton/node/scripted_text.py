@@ -18,13 +18,18 @@ CHAT_TEMPLATE = (
 )
 
 
-def write_byte_tokenizer(folder: Path) -> None:
-    """Write the files that the API reads of a model: tokeniser, chat template, end-of-text id."""
+def byte_tokenizer() -> Tokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(BPE(vocab={piece: index for index, piece in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([END_OF_TEXT])
+    return tokenizer
+
+
+def write_byte_tokenizer(folder: Path) -> None:
+    """Write the files that the API reads of a model: tokeniser, chat template, end-of-text id."""
+    tokenizer = byte_tokenizer()
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {

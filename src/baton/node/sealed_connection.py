@@ -92,6 +92,10 @@ class SealedConnection(asyncio.Protocol):
         """The name of the other side, once it has proved that it holds the key."""
         return self._stream.peer
 
+    def silent_us(self) -> int:
+        """Time since bytes of the other side last came."""
+        return self._stream.silent_us(monotonic_us())
+
     # ── called by the event loop ─────────────────────────────────────────────────────────────────────────────────────────
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -168,9 +172,10 @@ class SealedConnection(asyncio.Protocol):
 
     def _write(self) -> None:
         data, transport = self._stream.output(), self._transport
-        if data and transport is not None and not self._is_over:
-            transport.write(data)
-            end = self._stream.unread(transport.get_write_buffer_size())
+        if transport is not None and not self._is_over:
+            if data:
+                transport.write(data)
+            end = self._stream.unread(transport.get_write_buffer_size(), monotonic_us())
             if end is not None and self._finish(end):
                 transport.abort()
         self._arm()

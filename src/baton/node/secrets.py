@@ -8,6 +8,7 @@ import os
 import secrets
 from pathlib import Path
 
+from baton.executor.private_files import check_folder, private_folder, read_private_file
 from baton.kv.file_store import prepare_folder
 from baton.kv.store import parse_url
 from baton.wire.keyfile import KEY_BYTES, read_key, write_key
@@ -29,12 +30,13 @@ def store_key(store: str, folder: Path) -> str:
     """Replaces a cluster key where a store has none: all users of the store get the same prefix keys.
 
     It is kept with the store where that is a folder, else in `folder`. A reader of this file could read the stored KV too.
-    Raises BadStore where the store's folder cannot be made.
+    Raises BadStore where the store's folder cannot be made, UnsafeFile where another user may write there.
     """
     url = parse_url(store)
     if url.kind == "file":
         prepare_folder(url.path)
         folder = Path(url.path).expanduser()
+        check_folder(folder)  # who may write there can forge KV
     return prefix_secret(folder).hex()
 
 
@@ -42,18 +44,19 @@ def kept_secret(path: Path, when_replaced: str) -> bytes:
     """Read the secret, or make it. Two processes that make it at once get the same one.
 
     A damaged file is replaced (of two processes that do so, the last one's secret stays). Where the folder cannot be
-    written, the secret changes with every start.
+    written, the secret changes with every start. Raises UnsafeFile where another user may have written the file.
     """
     made = secrets.token_bytes(KEY_BYTES)
     try:
         if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
+            private_folder(path.parent)
             _write(path, made, replace=False)
-        found = read_key(path.read_bytes())
+        check_folder(path.parent)
+        found = read_key(read_private_file(path))
         if found is None:
             log.warning("%s is damaged; a new key takes its place, and %s", path, when_replaced)
             _write(path, made, replace=True)
-            found = read_key(path.read_bytes())
+            found = read_key(read_private_file(path))
     except OSError as error:
         log.warning("cannot keep the key in %s: %s", path, error)
         return made

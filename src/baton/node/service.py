@@ -12,41 +12,54 @@ import asyncio
 import os
 import re
 import socket
-import tempfile
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from baton.api.app import create_app
+import uvloop
+from starlette.middleware import Middleware
+
+from baton.api.app import NO_ROUTER, RouterExtras, create_app
 from baton.api.engine import EngineDead
 from baton.api.metrics import Metrics
-from baton.api.model_text import ModelText, load_text, read_template
+from baton.api.model_text import ModelText, load_text
+from baton.api.router_only import RouterOnlyMiddleware, closed_port_error
 from baton.api.settings import ApiSettings
 from baton.core.config import ROLES
 from baton.core.routing.events import Instance, Join
 from baton.executor.cache_folder import cache_folder
+from baton.node.byte_text import load_byte_text
+from baton.node.constraint_workers import ConstraintWorkers
+from baton.node.descriptors import raise_descriptor_limit
 from baton.node.devices import check_device
 from baton.node.engine_client import EngineClient
 from baton.node.gc_pauses import freeze_gc
+from baton.node.http_border import HttpLimits
 from baton.node.http_server import (
     CannotServe,
     HttpServer,
     Say,
     StopSignals,
+    api_settings,
     bind,
     check_host,
+    http_limits,
     model_name,
     state_logged,
     url_of,
 )
 from baton.node.kv_storage import check_storage
+from baton.node.leftovers import process_scratch
 from baton.node.models import check_load_format, resolve_model
+from baton.node.network_trust import check_trust
 from baton.node.peer_options import check_pairing, cluster_key, key_for, split_address
 from baton.node.recording import DUMP_SIGNAL, ignore_dump_signal
 from baton.node.router_membership import InstanceFenced, RouterAddress, RouterMembership
 from baton.node.scripted_text import write_byte_tokenizer
 from baton.node.secrets import prefix_secret, shared_prefix_secret, store_key
 from baton.node.settings import EngineSettings, InstanceSettings
+from baton.node.starting_share import full_share, lower_share
+from baton.node.stderr_queue import stderr_lines_dropped
 from baton.node.torch_import import block_torch_import
 from baton.wire.instance_sessions import InstanceSessions
 from baton.wire.request_proof import ProofChecker
@@ -66,6 +79,7 @@ class ServeSettings(InstanceSettings):
         check_device(self.engine)
         check_pairing(self.engine)
         check_storage(self.engine)
+        check_trust(self.engine.transfer, self.engine.kv_store, self.engine.trust_network)
         check_host(self.host, self.api_keys)
 
     @property
@@ -76,25 +90,18 @@ class ServeSettings(InstanceSettings):
 def serve(settings: ServeSettings, say: Say) -> None:
     """Serve until told to stop. Raises CannotServe where it ends for another reason."""
     ignore_dump_signal()
-    api = _api_settings(settings)
+    raise_descriptor_limit()
+    if settings.engine.router is not None:
+        lower_share()
+    api, limits = api_settings(settings, settings.names), http_limits(settings)
     listener = bind(settings.host, settings.port, "--port")
     try:
-        with tempfile.TemporaryDirectory(prefix="baton-text-") as scratch:
-            text_folder, engine = _prepare(settings, Path(scratch), say)
+        with process_scratch() as scratch:
+            text_folder, engine = _prepare(settings, scratch, say)
             block_torch_import()
-            asyncio.run(_Instance(settings, api, engine, say).run(listener, text_folder))
+            uvloop.run(_Instance(settings, api, limits, engine, say).run(listener, text_folder))
     finally:
         listener.close()
-
-
-def _api_settings(settings: ServeSettings) -> ApiSettings:
-    """Made, and so validated, before anything slow happens."""
-    template = settings.chat_template
-    return ApiSettings(
-        served_model_names=settings.names,
-        api_keys=settings.api_keys,
-        chat_template=None if template is None else read_template(template),
-    )
 
 
 def _prepare(settings: ServeSettings, scratch: Path, say: Say) -> tuple[Path, EngineSettings]:
@@ -128,9 +135,12 @@ def default_name(host: str, role: str, port: int) -> str:
 
 
 class _Instance:
-    def __init__(self, settings: ServeSettings, api: ApiSettings, engine: EngineSettings, say: Say) -> None:
+    def __init__(
+        self, settings: ServeSettings, api: ApiSettings, limits: HttpLimits, engine: EngineSettings, say: Say
+    ) -> None:
         self._settings = settings
         self._api = api
+        self._limits = limits
         self._engine_settings = engine
         self._say = say
         self._incarnation = time.time_ns()
@@ -142,10 +152,20 @@ class _Instance:
         asyncio.get_running_loop().add_signal_handler(DUMP_SIGNAL, engine.order_dump)
         try:
             await engine.start()
-            text = await asyncio.to_thread(load_text, text_folder)
+            load = load_byte_text if self._settings.scripted else load_text
+            text = await asyncio.to_thread(load, text_folder)
+            if self._engine_settings.router is not None:
+                await asyncio.to_thread(full_share)
             if not await self._ready(engine):
                 return
-            await self._serve(engine, text, listener)
+            metrics = Metrics(engine, self._settings.names[0], stderr_lines_dropped)
+            compiler = ConstraintWorkers(text_folder, metrics)
+            if ROLES[self._engine_settings.role].serves and self._engine_settings.router is None:
+                compiler.start_early()  # behind a router, clients ask the router
+            try:
+                await self._serve(engine, text, listener, metrics, compiler)
+            finally:
+                await compiler.close()
         finally:
             await engine.close()
 
@@ -163,15 +183,23 @@ class _Instance:
             raise CannotServe(f"the engine did not start: {death}") from None
         return True
 
-    async def _serve(self, engine: EngineClient, text: ModelText, listener: socket.socket) -> None:
-        metrics = Metrics(engine, self._settings.names[0])
+    async def _serve(
+        self,
+        engine: EngineClient,
+        text: ModelText,
+        listener: socket.socket,
+        metrics: Metrics,
+        compiler: ConstraintWorkers,
+    ) -> None:
         key = self._engine_settings.cluster_key
         proofs = ProofChecker(key, time.time) if key else None
-        http = HttpServer(create_app(engine, text, self._api, metrics, proofs=proofs))
+        membership = self._membership(engine, listener)
+        extras = self._extras(membership)
+        app = create_app(engine, text, self._api, metrics, extras, proofs, compiler)
+        http = HttpServer(app, self._limits, metrics.count_http_refusal)
         serving = http.start(listener)
         freeze_gc()
         self._say(self._banner(engine, listener))
-        membership = self._membership(engine, listener)
         async with state_logged(engine, lambda: engine.tokens_made):
             death = await self._until_over(engine, serving, membership)
         engine.give_up("this instance was stopped")  # open streams end with this error instead of a broken connection
@@ -226,6 +254,18 @@ class _Instance:
         membership = RouterMembership(name, at, InstanceSessions(join), engine, self._signals.stop.set)
         engine.share(membership)
         return membership
+
+    def _extras(self, membership: RouterMembership | None) -> RouterExtras:
+        """Without keys of its own, an instance leaves it to its router's keys who may generate."""
+        router = self._engine_settings.router
+        if membership is None or router is None or self._api.api_keys:
+            return NO_ROUTER
+        closed = Middleware(
+            RouterOnlyMiddleware,
+            error=lambda: closed_port_error(router, membership.router_is_keyed),
+            proof_header=ProofChecker.header,
+        )
+        return RouterExtras(inner=(closed,))
 
     async def _drain(self, engine: EngineClient, dead: asyncio.Future[str], membership: RouterMembership | None) -> None:
         self._say(f"draining: {engine.open_requests} requests open (once more to stop at once)")

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from baton.api.parsers.choosing import ReasoningParserChoice, ToolParserChoice
 from baton.core.config import ROLES, HandoverSettings, SchedulerSettings, TierSettings
 from baton.core.engine.progress_watch import STALL_US
 from baton.core.setting import BadConfig, Panel, Setting, Unit
@@ -68,6 +69,11 @@ class LogLevel(StrEnum):
     INFO = "info"
     WARNING = "warning"
     ERROR = "error"
+
+
+class LogFormat(StrEnum):
+    TEXT = "text"
+    JSON = "json"
 
 
 class DeviceChoice(StrEnum):
@@ -155,6 +161,102 @@ class HttpSettings:
     chat_template: Annotated[
         str | None, Setting("chat-template", Panel.API, "A Jinja file instead of the model's own chat template.")
     ] = None
+    tool_parser: Annotated[
+        ToolParserChoice,
+        Setting(
+            "tool-parser", Panel.API,
+            "How the model writes tool calls: auto (told by its chat template), none, hermes, llama3-json, mistral, "
+            "pythonic, deepseek, glm or gpt-oss.",
+            metavar="FAMILY",
+        ),
+    ] = ToolParserChoice.AUTO  # fmt: skip
+    reasoning_parser: Annotated[
+        ReasoningParserChoice,
+        Setting(
+            "reasoning-parser", Panel.API,
+            "How the model marks reasoning, which is sent as reasoning_content: auto, none (it is content), think, "
+            "gpt-oss.",
+            metavar="FAMILY",
+        ),
+    ] = ReasoningParserChoice.AUTO  # fmt: skip
+    generation_config: Annotated[
+        str,
+        Setting(
+            "generation-config", Panel.API,
+            "Sampling defaults for fields that a request leaves out: auto (the model's generation_config.json), none, or a "
+            "JSON file.",
+            metavar="auto|none|FILE",
+        ),
+    ] = "auto"  # fmt: skip
+    override_generation_config: Annotated[
+        str | None,
+        Setting(
+            "override-generation-config", Panel.API,
+            "JSON that overrides them: temperature, top_p, top_k, min_p, repetition_penalty, max_new_tokens.",
+            metavar="JSON",
+        ),
+    ] = None  # fmt: skip
+    max_connections: Annotated[
+        int | None,
+        Setting(
+            "max-connections", Panel.API,
+            "Most connections of clients; idle ones give way. Default: as many as may be open files, up to 16384.", 1,
+        ),
+    ] = None  # fmt: skip
+    max_connections_per_address: Annotated[
+        int | None,
+        Setting(
+            "max-connections-per-address", Panel.API,
+            "Most connections of one address (IPv6: one /64); behind --trusted-proxies, requests at once.", 1,
+        ),
+    ] = None  # fmt: skip
+    trusted_proxies: Annotated[
+        tuple[str, ...],
+        Setting(
+            "trusted-proxies", Panel.API,
+            "Address or network of a proxy whose X-Forwarded-For is believed; repeat for several.",
+        ),
+    ] = ()  # fmt: skip
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        Setting(
+            "allowed-hosts", Panel.API,
+            "Without --api-key: a name, besides those of loopback, that may be in the Host header; repeatable.",
+        ),
+    ] = ()  # fmt: skip
+    allowed_origins: Annotated[
+        tuple[str, ...],
+        Setting(
+            "allowed-origins", Panel.API,
+            "An origin, such as https://chat.example, whose pages may call from a browser (CORS); repeatable.",
+        ),
+    ] = ()  # fmt: skip
+    special_tokens_in_prompts: Annotated[
+        bool,
+        Setting(
+            "special-tokens-in-prompts", Panel.API,
+            "The text of a control token in a prompt or /tokenize is that token. In chats a client cannot write one.",
+        ),
+    ] = True  # fmt: skip
+    request_cost_max: Annotated[
+        int,
+        Setting(
+            "max-request-cost", Panel.API,
+            "Most choices × answer tokens × (1 + log-probabilities) of one request, with the prompt tokens that its answer "
+            "repeats; beyond it clients get 400.", 1,
+        ),
+    ] = 2 << 20  # fmt: skip
+    key_cost_max: Annotated[
+        int,
+        Setting("max-key-cost", Panel.API, "Most of that which one API key has open; beyond it clients get 429.", 1),
+    ] = 64 << 20
+    key_share: Annotated[
+        float,
+        Setting(
+            "key-share", Panel.API,
+            "With several API keys: the share of the slots that one of them may hold; its other requests wait.", 0.01, 1,
+        ),
+    ] = 0.75  # fmt: skip
     drain_timeout_s: Annotated[
         float,
         Setting("drain-timeout", Panel.API, "Seconds that open requests get to finish after SIGTERM or Ctrl-C.", 0),
@@ -174,8 +276,11 @@ class HttpSettings:
     ] = True
     log_level: Annotated[
         LogLevel,
-        Setting("log-level", Panel.LOG, "info also shows the engine's state, once a second while there is work."),
+        Setting("log-level", Panel.LOG, "info also shows the engine's state, every ten seconds while there is work."),
     ] = LogLevel.INFO
+    log_format: Annotated[
+        LogFormat, Setting("log-format", Panel.LOG, "text, or json: an object a line, for those who collect logs.")
+    ] = LogFormat.TEXT
 
     @property
     def scripted(self) -> bool:
@@ -212,6 +317,7 @@ class EngineSettings(SchedulerSettings, HandoverSettings, TierSettings, RecordSe
     """None runs the scripted executor, which has no model."""
     prefix_secret: bytes
     log_level: str = LogLevel.INFO
+    log_format: LogFormat = LogFormat.TEXT
     cluster_key: bytes = b""
     device: Annotated[
         DeviceChoice, Setting("device", Panel.MODEL, "Where to compute; auto takes cuda where torch sees one.")
@@ -286,7 +392,8 @@ class EngineSettings(SchedulerSettings, HandoverSettings, TierSettings, RecordSe
     kv_store_limit_bytes: Annotated[
         int | None,
         Setting(
-            "kv-store-limit", Panel.TIERS, "Most bytes in the store, such as 20G; the least recently used go first.",
+            "kv-store-limit", Panel.TIERS,
+            "Most bytes in the store; the least recently used go first. Default of file: 10G.",
             unit=Unit.BYTES,
         ),
     ] = None  # fmt: skip
@@ -318,6 +425,14 @@ class EngineSettings(SchedulerSettings, HandoverSettings, TierSettings, RecordSe
         Transfer,
         Setting("transfer", Panel.PEERS, "How KV travels; auto takes shared memory on one machine, TCP between two."),
     ] = Transfer.AUTO
+    trust_network: Annotated[
+        bool,
+        Setting(
+            "trust-network", Panel.PEERS,
+            "Allow Mooncake, whose ports have no key: who reaches them reads and writes the KV.",
+            is_flag=True,
+        ),
+    ] = False  # fmt: skip
     router: Annotated[
         str | None,
         Setting("router", Panel.ROUTER, "HOST:PORT where a router lets instances in; beyond loopback it needs a key."),

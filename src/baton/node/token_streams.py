@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from baton.api.engine import EngineDead, Sink, StreamEnd, TokenBurst, TokenLogprob
+from baton.api.engine import EngineDead, Sink, StreamEnd, TokenBurst
+from baton.api.logprob_columns import LogprobColumns, TokenLogprob
 from baton.core.engine.ended import EndedRequest
 from baton.core.routing.events import ChoiceOutcome
 from baton.wire.engine_messages import LogprobLine
@@ -77,10 +78,14 @@ class BufferedTokenStream(Generic[Key]):
         self._news.set()
 
 
-def logprobs_of(tokens: Sequence[int], lines: Sequence[LogprobLine] | None) -> tuple[TokenLogprob, ...]:
+def logprobs_of(tokens: Sequence[int], lines: Sequence[LogprobLine] | None) -> Sequence[TokenLogprob]:
+    """In arrays: a client that does not read leaves them waiting."""
     if lines is None:
         return ()
-    return tuple(TokenLogprob(token, value, top) for token, (value, top) in zip(tokens, lines, strict=True))
+    columns = LogprobColumns()
+    for token, (value, top) in zip(tokens, lines, strict=True):
+        columns.append(token, value, top)
+    return columns
 
 
 def ended_of(end: EndedRequest | ChoiceOutcome) -> StreamEnd:

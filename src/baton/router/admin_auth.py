@@ -1,8 +1,8 @@
 """Access control of the admin paths: where an admin key is set, only its holders see and change the fleet.
 
 Owns the list of those paths: `/v1/instances` and `/dashboard` with everything below, except the page and its static parts,
-which contain no data. Elsewhere the admin key is one more API key, so that a dashboard opened with it can also chat. Does
-not know what the routes do.
+which contain no data. `/health` and `/ready` answer everybody, but name instances to its holders only. Elsewhere the admin
+key is one more API key, so that a dashboard opened with it can also chat. Does not know what the routes do.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import hmac
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from baton.api.auth import bearer, tenant_of
+from baton.api.auth import OPEN_PATHS as PROBES
+from baton.api.auth import authorization_of, bearer, tenant_of
 from baton.api.errors import ApiError
 from baton.router.dashboard import OPEN_PATHS
 
@@ -31,11 +32,13 @@ class AdminAuth:
         self._wanted = tenant_of(admin_key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and is_guarded(scope["path"]):
+        if scope["type"] == "http" and (is_guarded(scope["path"]) or scope["path"] in PROBES):
             try:
-                self._check(Headers(scope=scope).get("authorization"))
+                self._check(authorization_of(Headers(scope=scope)))
             except ApiError as error:
-                return await error.response()(scope, receive, send)
+                if scope["path"] not in PROBES:
+                    return await error.response()(scope, receive, send)
+                scope["state"]["is_trusted"] = False
         return await self._app(scope, receive, send)
 
     def _check(self, authorization: str | None) -> None:

@@ -14,6 +14,9 @@ from starlette.middleware import Middleware
 from starlette.responses import Response
 
 from baton.api.app import RouterExtras, create_app
+from baton.api.body_limits import PartialBodies
+from baton.api.constraint_compiler import ConstraintCompiler
+from baton.api.engine import NotServing
 from baton.api.errors import ApiError
 from baton.api.metrics import Metrics
 from baton.api.model_text import ModelText
@@ -23,7 +26,7 @@ from baton.core.config import ROLES
 from baton.core.engine.gauges import SchedulerGauges
 from baton.core.routing.fleet_members import InstanceView
 from baton.router.admin_auth import AdminAuth
-from baton.router.dashboard import OPEN_PATHS, Dashboard
+from baton.router.dashboard import OPEN_PATHS, PAGE, Dashboard
 from baton.router.fleet_engine import FleetEngine
 from baton.router.fleet_log import FleetEventLog
 from baton.router.idempotency import IdempotencyMiddleware
@@ -40,8 +43,15 @@ def create_router_app(
     metrics: Metrics,
     orphan_grace_s: float,
     admin_key: str | None = None,
+    compiler: ConstraintCompiler | None = None,
 ) -> FastAPI:
-    idempotency = Middleware(IdempotencyMiddleware, grace_s=orphan_grace_s, body_bytes_max=settings.body_bytes_max)
+    partial_bodies = PartialBodies()
+    idempotency = Middleware(
+        IdempotencyMiddleware,
+        grace_s=orphan_grace_s,
+        body_bytes_max=settings.body_bytes_max,
+        partial_bodies=partial_bodies,
+    )
     operators = () if admin_key is None else (Middleware(AdminAuth, admin_key=admin_key),)
     if settings.api_keys and admin_key is not None:
         settings = replace(settings, api_keys=(*settings.api_keys, f":{admin_key}"))  # unchanged
@@ -50,9 +60,12 @@ def create_router_app(
         missing=lambda: missing(engine.views()),
         inner=(idempotency, *operators),  # the last one is the outermost
         open_paths=frozenset(OPEN_PATHS),
+        operator_keys=len(operators),
+        links={"dashboard": PAGE, "instances": "/v1/instances"},
+        partial_bodies=partial_bodies,
     )
     metrics.add(event_log)
-    app = create_app(engine, text, settings, metrics, extras)
+    app = create_app(engine, text, settings, metrics, extras, compiler=compiler)
     _add_routes(app, engine, sessions, event_log)
     dashboard.install(app)
     return app
@@ -121,12 +134,12 @@ def ledger_fields(gauges: SchedulerGauges) -> dict[str, int]:
     }
 
 
-def missing(views: list[InstanceView]) -> str | None:
+def missing(views: list[InstanceView]) -> NotServing | None:
     """Why a router is not ready; None when it is."""
     if any(view.state == "ready" and ROLES[view.facts.role].serves for view in views):
         return None
     there = ", ".join(f"{view.facts.name} ({view.facts.role}, {view.state})" for view in views) or "nobody"
-    return f"No instance of the role mixed or decode is ready; there is {there}"
+    return NotServing("No instance of the role mixed or decode is ready", f"there is {there}")
 
 
 def _json(content: object) -> Response:

@@ -26,7 +26,7 @@ import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from baton.api.body_limits import read_json_body
+from baton.api.body_limits import PartialBodies, read_json_body
 from baton.api.errors import ApiError, invalid
 from baton.api.responses import encode
 from baton.node.peer_options import is_loopback
@@ -82,6 +82,7 @@ class Dashboard:
         self._clock_us = clock_us
         self._instances = instances
         self._demo = demo
+        self._partial_bodies = PartialBodies()
         self._token = secrets.token_urlsafe(32)
         page = _PARTS["index.html"].replace(b"{{token}}", self._token.encode() if demo else b"")
         self._page = page.replace(b"{{demo}}", b"demo" if demo else b"")
@@ -109,7 +110,7 @@ class Dashboard:
 
     async def kill(self, request: Request) -> Response:
         self._check_killer(request)
-        raw = await read_json_body(request, KILL_BYTES_MAX)
+        raw = await read_json_body(request, "", KILL_BYTES_MAX, self._partial_bodies)
         try:
             wanted = msgspec.json.decode(raw, type=_Kill)
         except msgspec.MsgspecError as error:
@@ -125,7 +126,8 @@ class Dashboard:
             raise ApiError(404, "Instances can be killed only where the router runs with --demo", code="not_found")
         host = request.headers.get("host", "")
         origin = request.headers.get("origin", "")
-        if request.client is None or not is_loopback(request.client.host) or not is_loopback(_hostname(host)):
+        proxied = "x-forwarded-for" in request.headers  # whoever is behind a proxy of this machine is not this machine
+        if proxied or request.client is None or not is_loopback(request.client.host) or not is_loopback(_hostname(host)):
             raise _forbidden("Only from this machine, under a loopback name")
         if origin != f"{request.url.scheme}://{host}":
             raise _forbidden("Only from the page of this router")

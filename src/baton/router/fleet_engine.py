@@ -12,13 +12,13 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from baton.api.engine import ROUTER, UNKNOWN_CONTEXT, EngineInfo, Gauges, StreamEnd, TokenBurst, TokenStream
+from baton.api.engine import ROUTER, UNKNOWN_CONTEXT, EngineInfo, Gauges, NotServing, StreamEnd, TokenBurst, TokenStream
 from baton.api.original_request import BadOrigin, OriginalRequest, decode_origin
 from baton.api.stream_resume import UnclaimedRequest
 from baton.api.submissions import RequestOwner
 from baton.core.config import ROLES
 from baton.core.engine.gauges import HandoverGauges, SchedulerGauges
-from baton.core.engine.request import FinishReason, Submission
+from baton.core.engine.request import FinishReason, PromptLogprobs, Submission
 from baton.core.errors import InvariantViolated, Refusal, RefusalCode, Refused
 from baton.core.routing.events import (
     ChoiceOutcome,
@@ -88,7 +88,7 @@ class FleetEngine:
     # ── the Engine protocol ──────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
-    def death(self) -> str | None:
+    def death(self) -> NotServing | None:
         return None
 
     @property
@@ -224,7 +224,7 @@ class FleetEngine:
                 stream.fail("log-probabilities were lost with an instance")
                 return
             unclaimed.found.logprobs_from[act.choice] = len(act.tokens) - len(lines)
-        for burst in bursts_of(tuple(act.tokens), lines, act.cached_tokens, act.outcome):
+        for burst in bursts_of(tuple(act.tokens), lines, act.cached_tokens, act.outcome, _parts(act.prompt_extras)):
             stream.push(burst if burst.ended is None else _placed(burst, burst.ended, entry.places[act.choice]))
         if act.outcome is not None:
             entry.over[act.choice] = True
@@ -352,12 +352,16 @@ def info_of(views: Sequence[InstanceView], before: EngineInfo) -> EngineInfo:
 
 
 def bursts_of(
-    tokens: tuple[int, ...], lines: Sequence[LogprobLine] | None, cached_tokens: int | None, outcome: ChoiceOutcome | None
+    tokens: tuple[int, ...],
+    lines: Sequence[LogprobLine] | None,
+    cached_tokens: int | None,
+    outcome: ChoiceOutcome | None,
+    prompt: Sequence[PromptLogprobs] = (),
 ) -> list[TokenBurst]:
     """Usually one burst. Tokens whose log-probabilities were lost come first, in a burst of their own."""
     ended = None if outcome is None else ended_of(outcome)
     bare = 0 if lines is None else len(tokens) - len(lines)
-    rest = TokenBurst(tokens[bare:], logprobs_of(tokens[bare:], lines), ended, cached_tokens)
+    rest = TokenBurst(tokens[bare:], logprobs_of(tokens[bare:], lines), ended, cached_tokens, prompt)
     return [TokenBurst(tokens[:bare], (), None, cached_tokens), rest] if bare else [rest]
 
 
@@ -373,7 +377,15 @@ def _lines(extras: object) -> Sequence[LogprobLine] | None:
 def history_of(act: UnclaimedFound, choice: int) -> list[TokenBurst]:
     """The whole output of a choice so far."""
     tokens, cached, outcome = act.delivered[choice], act.cached_tokens[choice], act.outcomes[choice]
-    return [] if tokens is None else bursts_of(tokens, _lines(act.extras[choice]), cached, outcome)
+    if tokens is None:
+        return []
+    prompt = _parts(act.prompt_extras[choice]) if act.prompt_extras else ()
+    return bursts_of(tokens, _lines(act.extras[choice]), cached, outcome, prompt)
+
+
+def _parts(extras: object) -> Sequence[PromptLogprobs]:
+    """The router's prompt extras are a tuple of log-probabilities or None."""
+    return extras if isinstance(extras, tuple) else ()
 
 
 def _logprobs_from(act: UnclaimedFound) -> list[int]:

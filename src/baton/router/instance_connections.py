@@ -28,9 +28,10 @@ log = logging.getLogger("baton.router")
 WARNING_CHANGES = frozenset({"lost", "suspected", "stuck", "fenced", "refused"})
 """Changes that are logged as warnings."""
 LOGGED_MAX = 1024
-INSTANCE_STREAM = StreamConfig(heartbeat_us=1_000_000)
+INSTANCE_STREAM = StreamConfig(heartbeat_us=500_000)
 """A router may have nothing to say to an instance for long. Frames are numbered: one that was taken out on the way is found
-missing at the next one, so the sign of life bounds how long a request waits that was lost so."""
+missing at the next one, so the sign of life bounds how long a request waits that was lost so. An instance that has heard
+none for some time says so in its heartbeats (`RouterConfig.deaf_us`), and later ends the connection itself."""
 
 Watcher = Callable[[Act, int], None]
 """Called with an act and its time in microseconds."""

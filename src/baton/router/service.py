@@ -11,7 +11,6 @@ import asyncio
 import logging
 import secrets
 import socket
-import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,29 +18,37 @@ import uvloop
 from fastapi import FastAPI
 
 from baton.api.metrics import Metrics
-from baton.api.model_text import ModelText, load_text, read_template
+from baton.api.model_text import ModelText, load_text
 from baton.api.settings import ApiSettings
 from baton.core.routing.config import RouterConfig
 from baton.core.routing.router import Router
+from baton.node.byte_text import load_byte_text
 from baton.node.clock import monotonic_us
+from baton.node.constraint_workers import ConstraintWorkers
+from baton.node.descriptors import raise_descriptor_limit
 from baton.node.gc_pauses import freeze_gc
+from baton.node.http_border import HttpLimits
 from baton.node.http_server import (
     CannotServe,
     HttpServer,
     Say,
     StopSignals,
     address_of,
+    api_settings,
     bind,
     check_host,
+    http_limits,
     listener_key,
     model_name,
     state_logged,
     url_of,
 )
+from baton.node.leftovers import process_scratch
 from baton.node.models import mark_of, resolve_model
 from baton.node.recording import DUMP_SIGNAL, close_recorders, ignore_dump_signal, open_recorder
 from baton.node.scripted_text import write_byte_tokenizer
 from baton.node.secrets import shared_prefix_secret
+from baton.node.stderr_queue import stderr_lines_dropped
 from baton.node.torch_import import block_torch_import
 from baton.router.app import create_router_app
 from baton.router.dashboard import Dashboard
@@ -75,21 +82,17 @@ class RouterSettings(RouterProcessSettings):
 
 def route(settings: RouterSettings, say: Say) -> None:
     """Route until told to stop. Raises CannotServe, or the error in the settings, where it cannot."""
-    template = settings.chat_template
-    api = ApiSettings(
-        served_model_names=settings.names,
-        api_keys=settings.api_keys,
-        chat_template=None if template is None else read_template(template),
-    )
+    raise_descriptor_limit()
+    api, limits = api_settings(settings, settings.names), http_limits(settings)
     key = listener_key(settings.join_host, settings.cluster_key, settings.cluster_key_file)
     clients = bind(settings.host, settings.port, "--port")
     try:
         instances = bind(settings.join_host, settings.join_port, "--join-port")
         try:
-            with tempfile.TemporaryDirectory(prefix="baton-text-") as scratch:
-                folder = _text_folder(settings, Path(scratch), say)
+            with process_scratch() as scratch:
+                folder = _text_folder(settings, scratch, say)
                 block_torch_import()
-                uvloop.run(_Process(settings, api, key, say).run(clients, instances, folder))
+                uvloop.run(_Process(settings, api, limits, key, say).run(clients, instances, folder))
         finally:
             instances.close()
     finally:
@@ -104,9 +107,10 @@ def _text_folder(settings: RouterSettings, scratch: Path, say: Say) -> Path:
 
 
 class _Process:
-    def __init__(self, settings: RouterSettings, api: ApiSettings, key: bytes, say: Say) -> None:
+    def __init__(self, settings: RouterSettings, api: ApiSettings, limits: HttpLimits, key: bytes, say: Say) -> None:
         self._settings = settings
         self._api = api
+        self._limits = limits
         self._key = key
         self._say = say
         self._signals = StopSignals()
@@ -114,11 +118,12 @@ class _Process:
     async def run(self, clients: socket.socket, instances: socket.socket, text_folder: Path) -> None:
         ignore_dump_signal()
         self._signals.listen()
-        text = await asyncio.to_thread(load_text, text_folder)
+        load = load_byte_text if self._settings.scripted else load_text
+        text = await asyncio.to_thread(load, text_folder)
         config = await asyncio.to_thread(self._config, text_folder)
         router = Router(config, shared_prefix_secret(self._key), secrets.randbits(63))
         name = f"{address_of(instances)}"
-        router_sessions = RouterSessions(router, name)
+        router_sessions = RouterSessions(router, name, keyed=bool(self._api.api_keys))
         recorder = open_recorder("router", "", router_sessions, router.hashes, weight_of, self._settings)
         if recorder is not None:
             asyncio.get_running_loop().add_signal_handler(DUMP_SIGNAL, recorder.dump_soon, "SIGUSR1")
@@ -126,8 +131,11 @@ class _Process:
         sessions = InstanceConnections(watched, self._key, name)
         state = RouterState(monotonic_us())
         engine = FleetEngine(sessions, state, text.vocabulary)
-        metrics = Metrics(engine, self._settings.names[0])
-        http = HttpServer(self._app(engine, sessions, state, text, metrics))
+        metrics = Metrics(engine, self._settings.names[0], stderr_lines_dropped)
+        compiler = ConstraintWorkers(text_folder, metrics)
+        compiler.start_early()
+        app = self._app(engine, sessions, state, text, metrics, compiler)
+        http = HttpServer(app, self._limits, metrics.count_http_refusal)
         await sessions.open(instances)
         serving = http.start(clients)
         freeze_gc()
@@ -139,6 +147,7 @@ class _Process:
         engine.give_up()  # open streams end with this error instead of a broken connection
         http.should_exit = True
         await serving
+        await compiler.close()
         sessions.close("this router was stopped")
         close_recorders()
 
@@ -150,13 +159,21 @@ class _Process:
         return replace(self._settings.config, model=self._settings.model, model_mark=mark)
 
     def _app(
-        self, engine: FleetEngine, sessions: InstanceConnections, state: RouterState, text: ModelText, metrics: Metrics
+        self,
+        engine: FleetEngine,
+        sessions: InstanceConnections,
+        state: RouterState,
+        text: ModelText,
+        metrics: Metrics,
+        compiler: ConstraintWorkers,
     ) -> FastAPI:
         dashboard = Dashboard(state, monotonic_us, engine.views, demo=self._settings.demo)
         event_log = FleetEventLog(sessions, engine)
         grace_s = self._settings.config.orphan_grace_us / 1e6
         admin_key = self._settings.admin_key
-        return create_router_app(engine, sessions, event_log, dashboard, text, self._api, metrics, grace_s, admin_key)
+        return create_router_app(
+            engine, sessions, event_log, dashboard, text, self._api, metrics, grace_s, admin_key, compiler
+        )
 
     async def _until_over(self, engine: FleetEngine, serving: asyncio.Task[None]) -> None:
         stop = asyncio.ensure_future(self._signals.stop.wait())

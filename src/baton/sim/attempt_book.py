@@ -27,7 +27,18 @@ from baton.core.routing.events import (
     UnclaimedFound,
 )
 from baton.core.routing.identity import RequestNumber
-from baton.sim.attempt_laws import NO_ROOM, AttemptLaws, billed, counts_kept, let_go, not_younger, same_request
+from baton.sim.attempt_laws import (
+    NO_KV,
+    NO_ROOM,
+    AttemptLaws,
+    billed,
+    counts_kept,
+    found_not_younger,
+    let_go,
+    not_younger,
+    prefills_in_place,
+    same_request,
+)
 from baton.sim.attempt_records import AttemptSeen, ChoiceAtInstance, ChoiceSeen, RequestSeen, RouterLifeSeen, SessionSeen
 from baton.sim.faults import Fault
 from baton.sim.law_names import (
@@ -95,10 +106,15 @@ class AttemptBook(RouterWatcher):
     # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def woke(self, now_us: int) -> None:
-        """The router was paused until now; silence before this moment does not count."""
+        """The router was paused until now; silence before this moment does not count.
+
+        Of an attempt's wait for its answer, the router leaves out the pause, which began a beat after its last look at most.
+        """
+        paused_us = max(0, now_us - self._life.looked_us - self._config.beat_us)
         self._life.woke_us = now_us
         for session in self._life.sessions.values():
-            session.sign_us = now_us
+            session.sign_us = session.hears_us = session.unanswered_us = now_us
+            session.left_us += paused_us
 
     def connected(self, session: Session, instance: int) -> None:
         self._life.sessions[session] = SessionSeen(session, instance)
@@ -153,10 +169,11 @@ class AttemptBook(RouterWatcher):
                 for ended in message.ended:
                     self._ended(session, ended, now_us)
             case HeartbeatMessage():
+                _hears_and_answers(self._config, session, message, now_us)
                 session.sign_us = now_us
                 session.doomed = message.engine_silent_us >= self._config.engine_suspect_us(message.engine_runs)
                 session.gauges, session.placed_since = message.gauges, 0
-                self._names(session, message)
+                _names(session, message)
                 for serial, count in message.preempted:
                     self._yields_counted(session.serials.get(serial), count)
             case Accepted(ticket, serials):
@@ -173,12 +190,7 @@ class AttemptBook(RouterWatcher):
                 session.sign_us = now_us
                 attempt = session.tickets.pop(ticket, None)
                 for placement in attempt.placements if attempt is not None else ():
-                    placement.called_back = True
-                    placement.choice.turned_down_by = session.name
-                    if code in ABOUT_THE_INSTANCE:
-                        placement.choice.no_room_us = now_us
-                    else:
-                        placement.choice.yields += 1
+                    _refused(placement, code, now_us)
                 if code is RefusalCode.QUEUE_FULL:
                     self._excuses.fire(Fault.LEG_REFUSED, session.name)
             case Join():
@@ -197,12 +209,6 @@ class AttemptBook(RouterWatcher):
             placement.choice.preemptions = max(placement.choice.preemptions, count)
             self._touch(placement)
 
-    def _names(self, session: SessionSeen, beat: HeartbeatMessage) -> None:
-        if beat.fresh:
-            session.said.clear()
-        session.said.difference_update(_keys(beat.forgotten))
-        session.said.update(_keys(beat.named))
-
     def _ended(self, session: SessionSeen, ended: EndedRequest, now_us: int) -> None:
         placement = session.serials.get(ended.serial)
         if placement is None:
@@ -216,6 +222,7 @@ class AttemptBook(RouterWatcher):
         placement.billed = True
         self._yields_counted(placement, placement.preemptions + ended.bill.preemptions)
         choice.waits_since_us = now_us
+        choice.failed_handovers += ended.fault is not None and ended.fault.code in NO_KV
         if ended.reason is FinishReason.RESCHEDULE and ended.fault is not None and ended.fault.code in NO_ROOM:
             if placement.in_place:
                 raise LawBroken(LAST_MOVE, f"{choice.name} was to resume at {session.name}, which ends it: {ended}")
@@ -296,6 +303,7 @@ class AttemptBook(RouterWatcher):
             if other is not session and other.welcomed and join is not None and other.name == join.name:
                 raise LawBroken(FENCED, f"{join.name}: life {join.incarnation} is welcomed beside {other.join}")
         session.welcomed = True
+        session.hears_us = now_us
         self._life.joining = session
 
     def _gives(self, address: str) -> None:
@@ -322,6 +330,7 @@ class AttemptBook(RouterWatcher):
                 self._gives(item.prefill_at)
             self._laws.may_be_placed(request, choice, session, now_us)
             self._laws.stays_if_it_must(request, choice, item, now_us)
+            prefills_in_place(choice, item)
             if len(place.group) == 1:
                 self._laws.goes_where_room_is(choice, item, session)
             choice.attempts += 1
@@ -380,16 +389,15 @@ class AttemptBook(RouterWatcher):
             self._excuses.fire(Fault.ZOMBIE, act.name)
         if act.what not in ("suspected", "stuck", "lost"):
             return
-        instance = next((s.instance for s in reversed(self._life.dead) if s.name == act.name and s.welcomed), None)
-        if instance is None:
-            instance = next((s.instance for s in self._life.sessions.values() if s.name == act.name and s.welcomed), None)
+        sessions = (*reversed(self._life.dead), *self._life.sessions.values())
+        session = next((s for s in sessions if s.name == act.name and s.welcomed), None)
         if act.what != "lost":
             self._suspected.add(life)
-        if instance is None:
+        if session is None:
             return
-        if act.what == "lost" and not self._excuses.may_be_lost(instance, False):
+        if act.what == "lost" and not self._excuses.may_be_lost(session.instance, False):
             raise LawBroken(DESERVED_LOSS, f"{act.name}, life {act.incarnation}: {act.why}")
-        if act.what != "lost" and not self._excuses.may_be_suspected(instance):
+        if act.what != "lost" and not (session.leaves_unanswered or self._excuses.may_be_suspected(session.instance)):
             raise LawBroken(DESERVED_SUSPICION, f"{act.name}, life {act.incarnation}: {act.what}, {act.why}")
 
     # ── after all acts ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -403,6 +411,7 @@ class AttemptBook(RouterWatcher):
                 where = placement.session.name
                 raise LawBroken(ONE_PLACE, f"{placement.choice.name} goes on elsewhere, and is still open at {where}")
         self._life.looks += 1
+        self._life.looked_us = now_us
         if self._life.joining is not None:
             self._found_where_they_were(self._life.joining)
         if not self._life.looks % COUNT_EVERY:
@@ -445,6 +454,7 @@ class AttemptBook(RouterWatcher):
                     choice.bills.append(placement.ended.bill)
                 placement.billed = True
             else:
+                found_not_younger(placement)
                 choice.losses = max(0, choice.losses - 1)  # its instance still had it
                 choice.no_room_us = None  # it has a place, though others had refused it
             if before is not None:
@@ -472,6 +482,39 @@ class AttemptBook(RouterWatcher):
 
     def _touch(self, placement: ChoiceAtInstance) -> None:
         self._life.touched[placement.request.origin] = placement.request
+
+
+def _names(session: SessionSeen, beat: HeartbeatMessage) -> None:
+    if beat.fresh:
+        session.said.clear()
+    session.said.difference_update(_keys(beat.forgotten))
+    session.said.update(_keys(beat.named))
+
+
+def _hears_and_answers(config: RouterConfig, session: SessionSeen, beat: HeartbeatMessage, now_us: int) -> None:
+    late_us = 2 * config.beat_us
+    session.hears_us = max(session.hears_us, now_us - beat.router_silent_us)
+    session.is_deaf = now_us - session.hears_us >= config.deaf_us + late_us
+    oldest = session.oldest_unanswered()
+    if oldest is not session.unanswered:
+        session.unanswered, session.unanswered_us, session.left_us = oldest, now_us, now_us
+    elif beat.engine_silent_us >= config.beat_us:
+        session.left_us += now_us - session.sign_us
+        session.unanswered_us = now_us
+    session.leaves_unanswered = oldest is not None and now_us - session.left_us >= beat.step_limit_us
+    session.is_late = oldest is not None and now_us - session.unanswered_us >= beat.step_limit_us + late_us
+
+
+def _refused(placement: ChoiceAtInstance, code: RefusalCode, now_us: int) -> None:
+    choice, was_called_back = placement.choice, placement.called_back
+    placement.called_back = True
+    if was_called_back or choice.placement is not placement:
+        return  # it has been found elsewhere meanwhile: the refusal comes too late to mean anything
+    choice.turned_down_by = placement.session.name
+    if code in ABOUT_THE_INSTANCE:
+        choice.no_room_us = now_us
+    else:
+        choice.yields += 1
 
 
 def _is_of_join(act: Act, session: Session) -> bool:

@@ -8,8 +8,9 @@ from baton.core.engine.request import FinishReason, Submission
 from baton.core.handover.faults import PdCode
 from baton.core.routing.config import RouterConfig
 from baton.core.routing.events import ChoiceOutcome
-from baton.sim.attempt_records import ChoiceSeen, RequestSeen, RouterLifeSeen, SessionSeen
+from baton.sim.attempt_records import ChoiceAtInstance, ChoiceSeen, RequestSeen, RouterLifeSeen, SessionSeen
 from baton.sim.law_names import (
+    ANSWERS_IN_TIME,
     BACK_OFF,
     DESERVED_END,
     DRAINS_IN_TIME,
@@ -17,11 +18,13 @@ from baton.sim.law_names import (
     ENDS_ONCE,
     FORGOTTEN,
     GOES_ON,
+    HEARS_IN_TIME,
     LAST_MOVE,
     NO_CIRCLES,
     NOT_YOUNGER,
     ONE_PLACE,
     OPEN_COUNTS,
+    PREFILLS_IN_PLACE,
     RIGHT_PLACE,
     ROOM_FOR_ALL,
     SUSPECTED_IN_TIME,
@@ -36,6 +39,8 @@ SLACK_US = 5_000
 """Allowance, beyond one heartbeat interval, for noticing silence."""
 KEYS_LOOKED_AT = 8
 NO_ROOM = (PdCode.REFUSED, PdCode.PREEMPTED, PdCode.TIMEOUT)
+NO_KV = (PdCode.NOT_DELIVERED, PdCode.TIMEOUT)
+HANDOVERS_IN_VAIN = 2
 TIMES = ("queue_us", "prefill_us", "transfer_us", "decode_us", "preemptions")
 
 
@@ -167,6 +172,10 @@ class AttemptLaws:
             raise LawBroken(
                 SUSPECTED_IN_TIME, f"{session.name} is still a member, {quiet_us} µs after its last sign of life"
             )
+        if session.is_deaf:
+            raise LawBroken(HEARS_IN_TIME, f"{session.name} has not heard the router since {session.hears_us}")
+        if session.is_late:
+            raise LawBroken(ANSWERS_IN_TIME, f"{session.name} leaves a leg unanswered since {session.unanswered_us}")
 
 
 def same_request(choice: ChoiceSeen, item: Submission) -> None:
@@ -193,6 +202,21 @@ def not_younger(choice: ChoiceSeen, item: Submission, seniority: tuple[int, int]
     if item.preemptions < choice.preemptions:
         raise LawBroken(
             NOT_YOUNGER, f"{choice.name} was preempted {choice.preemptions} times and is sent on with {item.preemptions}"
+        )
+
+
+def found_not_younger(placement: ChoiceAtInstance) -> None:
+    """A request goes on where it was found only if that instance knows how often it was preempted."""
+    choice, where = placement.choice, placement.session.name
+    if placement.reported < choice.preemptions:
+        known = f"{choice.preemptions} preemptions, {where} of {placement.reported}"
+        raise LawBroken(NOT_YOUNGER, f"{choice.name} goes on where it was found: its router knows of {known}")
+
+
+def prefills_in_place(choice: ChoiceSeen, item: Submission) -> None:
+    if choice.failed_handovers >= HANDOVERS_IN_VAIN and (item.prefill_at or not item.prefills_in_place):
+        raise LawBroken(
+            PREFILLS_IN_PLACE, f"{choice.name}: {choice.failed_handovers} hand-overs failed, and peers are asked"
         )
 
 

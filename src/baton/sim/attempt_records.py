@@ -82,6 +82,20 @@ class SessionSeen:
     """Choices that it reported as kept when it joined; empty once it is welcomed."""
     doomed: bool = False
     """It reported that its engine is silent."""
+    hears_us: int = 0
+    """When it last heard the router, by what it said."""
+    is_deaf: bool = False
+    """Whether its last beat said that it has not heard the router for too long."""
+    unanswered: AttemptSeen | None = None
+    """The oldest attempt that waited for its answer at the last beat."""
+    unanswered_us: int = 0
+    """Since when; the moment after a time in which its engine could not answer, or the router did not look."""
+    left_us: int = 0
+    """The same, without more of such times than the router leaves out."""
+    leaves_unanswered: bool = False
+    """Whether it had left an attempt unanswered for as long as a step may take, at its last beat."""
+    is_late: bool = False
+    """Whether for so long that the router must have given it up."""
     said: set[bytes] = field(default_factory=set)
     """Keys of prefixes that it has reported as cached."""
     attempts: int = 0
@@ -102,6 +116,12 @@ class SessionSeen:
     def holds(self, tokens: int) -> bool:
         join = self.join
         return join is not None and min(join.context_tokens, join.blocks * join.block_size) >= tokens
+
+    def oldest_unanswered(self) -> AttemptSeen | None:
+        for attempt in self.tickets.values():
+            if any(placement.is_open for placement in attempt.placements):
+                return attempt
+        return None
 
     def drain(self, now_us: int) -> None:
         if not self.drains:
@@ -143,6 +163,7 @@ class ChoiceSeen:
     losses: int = 0
     yields: int = 0
     yielded_at: list[str] = field(default_factory=list)
+    failed_handovers: int = 0
     preemptions: int = 0
     """The most preemptions, anywhere, that an instance has reported of it to this router."""
     turned_down_by: str = ""
@@ -199,6 +220,8 @@ class RouterLifeSeen:
     left_behind: list[ChoiceAtInstance] = field(default_factory=list)
     """Former placements of choices that another instance has reported."""
     looks: int = 0
+    looked_us: int = 0
+    """When it last did something."""
     joining: SessionSeen | None = None
     """Just welcomed; cancellations of what it holds in vain follow at once."""
     serves: bool = False

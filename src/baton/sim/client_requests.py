@@ -13,7 +13,8 @@ import msgspec
 import numpy as np
 
 from baton.core.config import WorkerConfig
-from baton.core.engine.request import RequestId, Sampling, Submission, frozen_tokens
+from baton.core.engine.request import Constraint, RequestId, Sampling, Submission, frozen_tokens
+from baton.executor.constraints.scripted_backend import ScriptedBackend, ScriptedSource
 from baton.sim.faults import FaultRates, log_uniform_us
 
 VOCABULARY = 32
@@ -23,6 +24,10 @@ UNLIMITED_SHARE = 0.05
 STOP_STRING_SHARE = 0.15
 LOGPROBS = (None, None, None, None, 0, 2)
 """Alternatives for each token; None: no log-probabilities."""
+PROMPT_LOGPROBS = (None, 0, 3)
+"""The same for tokens of the prompt; the first choice reports them."""
+CONSTRAINED_SHARE, ALLOWED_SHARE, BAD_WORDS_SHARE = 0.5, 0.6, 0.7
+"""In a world with restricted requests: so many have a constraint; up to so many allowed tokens; up to so many bad words."""
 SALTS = (b"", b"", b"", b"tenant")
 
 
@@ -66,14 +71,8 @@ class ClientRequest:
 
 
 def _choice(sampling: Sampling, choice: int) -> Sampling:
-    return Sampling(
-        seed=sampling.seed,
-        choice=choice,
-        temperature=sampling.temperature,
-        stop_token_ids=sampling.stop_token_ids,
-        min_tokens=sampling.min_tokens,
-        logprobs=sampling.logprobs,
-    )
+    asked = None if choice else sampling.prompt_logprobs  # the first choice reports them
+    return msgspec.structs.replace(sampling, choice=choice, prompt_logprobs=asked)
 
 
 def draw_ask(stream: random.Random, index: int, config: WorkerConfig, rates: FaultRates, seed: int) -> ClientRequest:
@@ -111,6 +110,29 @@ def draw_ask(stream: random.Random, index: int, config: WorkerConfig, rates: Fau
     logprobs = stream.choice(LOGPROBS)
     ask = ask if logprobs is None else replace(ask, sampling=msgspec.structs.replace(sampling, logprobs=logprobs))
     return _made_impossible(ask, kind, longest) if nonsense < rates.nonsense else ask
+
+
+def restricted(stream: random.Random, ask: ClientRequest) -> ClientRequest:
+    """The same request, perhaps with a constraint, allowed tokens or bad words. They permit a token everywhere."""
+    kind, seed = stream.random(), stream.randrange(1 << 32)
+    allowed = tuple(sorted(stream.sample(range(VOCABULARY), 12)))
+    words = tuple(tuple(stream.randrange(VOCABULARY) for _ in range(stream.randint(1, 2))) for _ in range(6))
+    sampling = ask.sampling
+    if kind < CONSTRAINED_SHARE:
+        source = ScriptedSource(seed, VOCABULARY, sampling.stop_token_ids).text()
+        constraint = Constraint(ScriptedBackend.name, ScriptedBackend.version, source)
+        sampling = msgspec.structs.replace(sampling, constraint=constraint, min_tokens=0)
+    elif kind < ALLOWED_SHARE:
+        sampling = msgspec.structs.replace(sampling, allowed_token_ids=allowed, min_tokens=0)
+    elif kind < BAD_WORDS_SHARE:
+        sampling = msgspec.structs.replace(sampling, bad_words=words)
+    return replace(ask, sampling=sampling)
+
+
+def with_prompt_logprobs(ask: ClientRequest, stream: random.Random) -> ClientRequest:
+    """Drawn from a stream of its own: it changes nothing else of a world."""
+    asked = stream.choice(PROMPT_LOGPROBS)
+    return ask if asked is None else replace(ask, sampling=msgspec.structs.replace(ask.sampling, prompt_logprobs=asked))
 
 
 def _made_impossible(ask: ClientRequest, kind: int, longest: int) -> ClientRequest:

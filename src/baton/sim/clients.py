@@ -11,13 +11,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from baton.core.engine.request import Submission
+from baton.core.engine.request import PromptLogprobs, Submission
 from baton.core.errors import Refusal
 from baton.sim.client_requests import VOCABULARY, ClientRequest
 from baton.sim.faults import Fault
 from baton.sim.front_end import FrontEnd, SubmittedGroup
 from baton.sim.law_checker import Ended, LawChecker
-from baton.sim.law_names import ENDS_ONCE, SAME_TOKENS, TRUE_LOGPROBS, LawBroken
+from baton.sim.law_names import ENDS_ONCE, SAME_TOKENS, TRUE_LOGPROBS, TRUE_PROMPT_LOGPROBS, LawBroken
 from baton.sim.router_host import RouterHost, RouterRequest, UnclaimedAnswer
 from baton.sim.world import Host
 from baton.wire.engine_messages import LogprobLine
@@ -52,6 +52,8 @@ class _Answer:
     """All tokens received, read or not."""
     position: int = 0
     """Tokens received on this connection; after a resumption, tokens are repeated."""
+    prompt_scored: int = 1
+    """Positions of its prompt, the first included, whose log-probabilities it has."""
     cut_again: bool = False
     """It was stopped, but the router that got the order is gone, so the order must be repeated."""
     over: bool = False
@@ -70,6 +72,10 @@ class _Answer:
 def _scripted_logprobs(token: int, alternatives: int) -> LogprobLine:
     """As `executor.scripted` gives them."""
     return float(-token), tuple(((token + after) % VOCABULARY, float(-token - after)) for after in range(alternatives))
+
+
+def _scripted_lines(tokens: list[int], alternatives: int) -> list[LogprobLine]:
+    return [_scripted_logprobs(token, alternatives) for token in tokens]
 
 
 class SimulatedClient:
@@ -141,9 +147,11 @@ class SimulatedClient:
         cached: int | None,
         ended: Ended | None,
         logprobs: Sequence[LogprobLine] | None = None,
+        prompt_logprobs: Sequence[PromptLogprobs] = (),
     ) -> None:
         answer = self._answers[place]
         self._compare_logprobs(answer, tokens[begin:end], logprobs)
+        self._compare_prompt(answer, prompt_logprobs, end > begin)
         if answer.over and self._resumed:
             return  # an earlier router has delivered this choice
         tokens = answer.new_of(tokens[begin:end])
@@ -164,6 +172,22 @@ class SimulatedClient:
             wanted = wanted[len(wanted) - len(got) :]
         if got != wanted:
             raise LawBroken(TRUE_LOGPROBS, f"{answer.name} got {got} for {tokens}, not {wanted}")
+
+    def _compare_prompt(self, answer: _Answer, parts: Sequence[PromptLogprobs], has_tokens: bool) -> None:
+        """Each position once, in order, before the first token or with it. After a move they come again from the first;
+        with a router's crash those that another instance than the last had computed may be gone."""
+        prompt, asked = answer.submission.prompt.tolist(), answer.submission.sampling.prompt_logprobs
+        for part in parts:
+            if asked is None or part.begin > max(1, answer.prompt_scored) or part.end > len(prompt):
+                raise LawBroken(TRUE_PROMPT_LOGPROBS, f"{answer.name} got those from {part.begin} to {part.end}")
+            tokens = prompt[part.begin : part.end]
+            got = list(zip(part.chosen.tolist(), part.top_ids.tolist(), part.top.tolist(), strict=True))
+            wanted = [(line, [i for i, _ in top], [v for _, v in top]) for line, top in _scripted_lines(tokens, asked)]
+            if got != wanted or part.ranks.tolist() != [1] * len(tokens):
+                raise LawBroken(TRUE_PROMPT_LOGPROBS, f"{answer.name} got {got} for {tokens}, not {wanted}")
+            answer.prompt_scored = max(answer.prompt_scored, part.end)
+        if has_tokens and asked is not None and not self._resumed and answer.prompt_scored < len(prompt):
+            raise LawBroken(TRUE_PROMPT_LOGPROBS, f"{answer.name} has those up to {answer.prompt_scored} at its first token")
 
     def _hear(self, place: int, tokens: list[int], ended: Ended | None) -> None:
         if self.ask.reads_every_us is None:
@@ -227,6 +251,7 @@ class SimulatedClient:
             answer.cut_again = answer.keep is not None
             known = found.tokens[place]
             if known is not None and not answer.over:
+                self._compare_prompt(answer, found.prompts[place], bool(known))
                 self.progress(place, known, 0, len(known), found.cached[place], found.outcomes[place])
 
     def _give_up(self, why: str, end: str) -> None:

@@ -421,6 +421,7 @@ class _Client:
         cached: int | None,
         ended: EndedRequest | routing.ChoiceOutcome | None,
         _logprobs: object = None,
+        _prompt_logprobs: object = None,
     ) -> None:
         request = self._request
         if request.first_us is None and end > begin:

@@ -40,6 +40,7 @@ class Fault(StrEnum):
     ROLLING_RESTART = "instance drained and restarted"
     SLOW_DEVICE = "device slowed down"
     DISAGREEMENT = "device disagreed about a row"
+    MASK_LATE = "row sat a step out because its mask was late"
     DISK_SLOW = "disk slow"
     DISK_FULL = "disk full"
     DISK_TORN = "write torn"
@@ -77,6 +78,9 @@ class Fault(StrEnum):
     ENGINE_LATE = "engine late on a busy machine"
     FORGED = "stranger with forged frames"
     FORGED_BY_MEMBER = "forged frame of a member"
+    SWALLOWED = "bytes of one direction acknowledged and never delivered"
+    ORDER_LOST = "leg lost inside an instance, and never answered"
+    CLOCK_BACK = "instance started with a clock set back, and joined above its former life"
     LEG_REFUSED = "leg refused by an instance"
     LEG_YIELDED = "leg ended for want of room"
     STORE_SLOW = "store slow"
@@ -115,7 +119,7 @@ CLASSES: dict[str, tuple[Fault, ...]] = {
     "crash": (Fault.CRASH, Fault.ENGINE_FAILURE, Fault.HALF_OPEN),
     "pause": (Fault.PAUSE, Fault.FRONT_PAUSE),
     "rolling-restart": (Fault.ROLLING_RESTART,),
-    "device": (Fault.SLOW_DEVICE, Fault.DISAGREEMENT),
+    "device": (Fault.SLOW_DEVICE, Fault.DISAGREEMENT, Fault.MASK_LATE),
     "disk": (Fault.DISK_SLOW, Fault.DISK_FULL, Fault.DISK_TORN, Fault.DISK_LOST, Fault.DISK_CORRUPT),
     "disconnect": (Fault.DISCONNECT, Fault.EARLY_DISCONNECT),
     "slow-reader": (Fault.SLOW_READER,),
@@ -140,6 +144,8 @@ CLASSES: dict[str, tuple[Fault, ...]] = {
     "engine-stall": (Fault.ENGINE_STALL, Fault.ENGINE_STOPPED, Fault.ENGINE_HANG, Fault.ENGINE_LATE, Fault.ZOMBIE),
     "forgery": (Fault.FORGED, Fault.FORGED_BY_MEMBER),
     "crowding": (Fault.LEG_REFUSED, Fault.LEG_YIELDED),
+    "one-way": (Fault.SWALLOWED, Fault.ORDER_LOST),
+    "clock-back": (Fault.CLOCK_BACK,),
     "copy-slow": (Fault.COPY_SLOW, Fault.COPY_WHILE_FENCING),
     "copy-fails": (Fault.COPY_FAILED,),
     "haul-fence": (Fault.HAUL_FENCE_SLOW,),
@@ -164,6 +170,10 @@ OF_PEERS = _NAMES[_NAMES.index("kv-broken") : _NAMES.index("router-crash")]
 """Drawn only for worlds where instances prefill for each other."""
 OF_ROUTERS = _NAMES[_NAMES.index("router-crash") : _NAMES.index("copy-slow")]
 """Drawn only for worlds with a router."""
+DRAWN_APART = ("one-way", "clock-back")
+"""Of those: drawn after all others, each with its own chance, so that what was drawn before stays the same. The chance is a
+band in the middle, so that worlds that alone show some bug are left as they were."""
+DRAWN_APART_SHARE = 0.15
 OF_COPIES = _NAMES[_NAMES.index("copy-slow") : _NAMES.index("store-slow")]
 """Drawn only for worlds where instances have host memory."""
 OF_STORES = _NAMES[_NAMES.index("store-slow") :]
@@ -282,9 +292,14 @@ class FaultRates:
     busy_spells: int = 0
     front_crashes: int = 0
     forgeries: int = 0
+    swallowings: int = 0
+    lost_orders: int = 0
+    clock_steps: int = 0
     slow_devices: int = 0
     disagreement: float = 0.0
     """Chance per step."""
+    late_masks: float = 0.0
+    """Chance per mask."""
     disconnect: float = 0.0
     """Chance per request, as are the two below."""
     slow_reader: float = 0.0
@@ -306,7 +321,9 @@ def draw_classes(
     drawn = drawn + of_peers if with_peers else drawn
     if of_router is not None:
         drawn = [name for name in drawn if name not in NOT_ROUTED]
-        drawn += of_router.sample(OF_ROUTERS, of_router.randint(1, ROUTER_CLASSES_MAX))
+        usual_of_router = [name for name in OF_ROUTERS if name not in DRAWN_APART]
+        drawn += of_router.sample(usual_of_router, of_router.randint(1, ROUTER_CLASSES_MAX))
+        drawn += [name for name in DRAWN_APART if 0.4 < of_router.random() < 0.4 + DRAWN_APART_SHARE]
     if of_storage is not None:
         drawing, names = of_storage
         drawn += drawing.sample(names, min(len(names), drawing.randint(0, STORE_CLASSES_MAX)))
@@ -373,8 +390,12 @@ def draw_rates(stream_of: dict[str, random.Random], classes: Collection[str]) ->
         busy_spells=times("engine-stall", 2),
         front_crashes=times("front-crash", 2),
         forgeries=times("forgery", 4),
+        swallowings=times("one-way", 2),
+        lost_orders=times("one-way", 2),
+        clock_steps=times("clock-back", 2),
         slow_devices=times("device", 3),
         disagreement=rate("device", 0.0, 0.03),
+        late_masks=rate("device", 0.0, 0.5),
         disconnect=rate("disconnect", 0.05, 0.4),
         slow_reader=rate("slow-reader", 0.1, 0.6),
         nonsense=rate("nonsense", 0.03, 0.2),

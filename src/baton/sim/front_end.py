@@ -12,7 +12,7 @@ from typing import Protocol
 
 from baton.core.engine.ended import EndedRequest
 from baton.core.engine.orders import Accepted, Cancel, Drain
-from baton.core.engine.request import Submission
+from baton.core.engine.request import PromptLogprobs, Submission
 from baton.core.errors import Refusal
 from baton.sim.law_names import ENDS_AT_ONCE, LawBroken
 from baton.sim.lines import LineEndpoint
@@ -44,6 +44,7 @@ class Submitter(Protocol):
         cached_tokens: int | None,
         ended: EndedRequest | None,
         logprobs: Sequence[LogprobLine] | None = None,
+        prompt_logprobs: Sequence[PromptLogprobs] = (),
     ) -> None:
         """`tokens[begin:end]` are new tokens of this choice; `logprobs` has a line for each where they were asked for."""
 
@@ -192,7 +193,9 @@ class InstanceTable:
         for row, (serial, begin, end) in enumerate(zip(step.serials, step.begins, step.ends, strict=True)):
             over = ended.pop(serial, None) if ended else None
             caller, place = callers.pop(serial) if over is not None else callers[serial]
-            caller.progress(place, tokens, begin, end, step.cached.get(serial), over, step.logprobs.get(row))
+            lines, prompt = step.logprobs.get(row), step.prompt_logprobs.get(row)
+            parts = () if prompt is None else (prompt,)
+            caller.progress(place, tokens, begin, end, step.cached.get(serial), over, lines, parts)
         for serial, over in ended.items():
             caller, place = callers.pop(serial)
             caller.progress(place, tokens, 0, 0, None, over)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import selectors
 import subprocess
-import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -21,6 +20,7 @@ from baton.core.engine.request import TRANSITIONS as REQUEST_MOVES
 from baton.core.errors import BatonError
 from baton.core.routing.fleet_members import TRANSITIONS as MEMBER_MOVES
 from baton.core.routing.routed_request import TRANSITIONS as CARRY_MOVES
+from baton.executor.python_command import python_command
 from baton.sim.faults import Fault
 from baton.sim.fuzzed_run import WorldVerdict, run_seed
 from baton.sim.law_checker import move_name, peer_tables, transfer_table
@@ -145,7 +145,7 @@ class _Shard:
         # One thread each: numpy's thread pools would compete for the cores.
         environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "baton.sim.shard"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+            python_command("baton.sim.shard"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
         )
         if self._process.stdin is None or self._process.stdout is None:
             raise ShardDied("a process that runs seeds has no input or output")

@@ -42,6 +42,13 @@ PEER_DEAD_US = 3_000_000
 """This long after an instance died, its peers may hold nothing for it."""
 FRAME_ALLOWANCE = 1 << 16
 """A frame may begin just before its line is full, and signs of life are sent all the same."""
+OUT_OF_REACH = frozenset(
+    (
+        "reset", "connect", "delay", "bit-flip", "tamper", "partition", "stall", "narrow-line", "pause", "router-crash",
+        "router-pause", "old-life", "drain", "front-crash", "engine-stall", "forgery", "one-way",
+    )
+)  # fmt: skip
+"""Classes of faults after which an instance may go on with a request that is elsewhere by now."""
 SUSPECTED_WITHIN_US = 200_000
 """Allowance beyond the router's silence limit, for messages that arrive late."""
 
@@ -50,6 +57,7 @@ class FuzzedWorld:
     def __init__(self, scenario: Scenario, *, tell_story: bool = False, always_audit: bool = False) -> None:
         self.scenario = scenario
         self.world = World(scenario.seed, events_max=EVENTS_MAX, tell_story=tell_story)
+        self._mask_stream = self.world.stream("late masks")
         line_max = scenario.line.window_bytes + FRAME_ALLOWANCE if scenario.router is None else None
         self.checker = LawChecker(self.world, self, VOCABULARY, line_max, always_audit)
         line = scenario.line
@@ -126,13 +134,17 @@ class FuzzedWorld:
         while waiting := [user for user in users if not user.done]:
             client = next((user.client for user in waiting if user.client is not None), None)
             who = f"{len(waiting)} users wait, {client.name if client else 'between two asks'} first"
-            if self.world.next_us is None or self.world.now_us - self.world.progress_us > STANDSTILL_US:
+            if self.world.next_us is None or self.world.now_us > self._stands_still_us():
                 raise LawBroken(DEADLOCK, who)
             if self.world.now_us > bound_us:
                 raise LawBroken(law, who)
             for _ in range(32):  # checking all users after each event would take longer than the event
                 if self.world.next_us is not None:
                     self.world.step()
+
+    def _stands_still_us(self) -> int:
+        """From when on nothing happens any more, if nothing does until then."""
+        return max(self.world.progress_us + STANDSTILL_US, *(node.stuck_until_us for node in self.nodes))
 
     def look_for_what_is_held(self, node: InstanceHost) -> None:
         """After a death or the end of faults: check in three seconds that no peer holds what it held for it by now."""
@@ -176,8 +188,14 @@ class FuzzedWorld:
             asks,
             converses=converses,
             tokens_max=config.sequence_tokens_max,
-            preemptions_max=config.max_preemptions,
+            preemptions_max=config.max_preemptions * self._unaware_instances,
         )
+
+    @property
+    def _unaware_instances(self) -> int:
+        """Instances that may run one request at a time, not knowing how often the others have preempted it."""
+        is_reached = self.scenario.router is None or OUT_OF_REACH.isdisjoint(self.scenario.classes)
+        return 1 if is_reached else len(self.scenario.roles)
 
     def _node(self, number: int) -> InstanceHost:
         scenario = self.scenario
@@ -185,7 +203,7 @@ class FuzzedWorld:
         spec = InstanceSpec(
             number,
             scenario.config_of(number),
-            partial(_scripted, scenario.layers),
+            partial(self._executor, f"instance {number}"),
             scenario.times,
             None if router is None and not scenario.has_store else self._secret,
             stall_us=scenario.stall_us,
@@ -210,6 +228,17 @@ class FuzzedWorld:
             self.lines.append(line)
         return node
 
+    def _executor(self, name: str, shape: ExecutorShape) -> ScriptedExecutor:
+        is_late = partial(self._is_late, name) if self.scenario.rates.late_masks else None
+        return ScriptedExecutor(shape, VOCABULARY, self.scenario.layers, is_late=is_late)
+
+    def _is_late(self, name: str) -> bool:
+        """Whether a mask is late at this instance."""
+        if self.world.now_us > self.scenario.span_us or self._mask_stream.random() >= self.scenario.rates.late_masks:
+            return False
+        self.world.fire(Fault.MASK_LATE, name)
+        return True
+
     def _make_storage_model(self) -> StorageModel:
         scenario = self.scenario
         store = SimulatedStore(self.world, scenario.rates.store, scenario.store) if scenario.has_store else None
@@ -233,7 +262,7 @@ class FuzzedWorld:
         router = replace(router, model_mark=ScriptedExecutor.mark)
         router_host = RouterHost(self.world, self._connections, router, self._secret, AttemptBook(router, self))
         router_faults = RouterFaults(
-            self.world, self._connections, router_host, self.nodes, scenario.rates, scenario.span_us
+            self.world, self._connections, router_host, self.nodes, scenario.rates, scenario.span_us, self.network
         )
         return FleetChecks(router_host, router_faults, self.nodes)
 
@@ -243,7 +272,3 @@ def _serves(node: InstanceHost, line: LineEndpoint) -> bool:
     if node.instance is None or node.instance.is_leaving or node.line is None or node.instance_table is None:
         return False
     return node.line.session == line.session and node.instance_table.serves and not line.undelivered
-
-
-def _scripted(layers: int, shape: ExecutorShape) -> ScriptedExecutor:
-    return ScriptedExecutor(shape, VOCABULARY, layers)

@@ -53,6 +53,7 @@ from baton.sim.law_names import (
     ANSWERED_AT_ONCE,
     ENDS_AT_ONCE,
     LEASES_END,
+    PREFILLS_IN_PLACE,
     TRUE_DRAIN,
     TRUE_FAULT,
     WHOLE_KV,
@@ -100,10 +101,12 @@ class HandoverLaws:
 
     def held_for(self, peer: str, before_us: int, queued: Collection[tuple[int, int]]) -> str | None:
         """Words for something open for this peer since before `before_us`; None: nothing is. `queued`: (request, attempt) of
-        what waits at the peer, which lives, behind more important requests."""
+        what waits at the peer, which lives, behind more important requests. A request whose turn came there counts from then
+        on."""
+        leased = {handover: lease.opened_us for handover, lease in self._leases.items()}
         for what, opened in (
-            ("a request of it", self._asked),
-            ("a lease", {handover: lease.opened_us for handover, lease in self._leases.items()}),
+            ("a request of it", {handover: leased.get(handover, asked_us) for handover, asked_us in self._asked.items()}),
+            ("a lease", leased),
             ("a connection", self._outgoing),
         ):
             for handover, at_us in opened.items():
@@ -181,6 +184,8 @@ class HandoverLaws:
                 for ended in settled.ended:
                     self._ended(ended)
             case Tell(peer, Ask() as message):
+                if message.submission.prefills_in_place:
+                    raise LawBroken(PREFILLS_IN_PLACE, f"{self._where} asks {peer} for {message.submission.request_id}")
                 self._asked[_handover(peer, message)] = now_us
             case Tell(peer, Renew() as message):
                 self._renewals[_handover(peer, message)] = now_us + self._config.handover.renew_us

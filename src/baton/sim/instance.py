@@ -135,7 +135,9 @@ class InstanceSpec:
     @property
     def shape(self) -> ExecutorShape:
         config = self.config
-        return ExecutorShape(config.slots, config.blocks, config.block_size, config.context_tokens, config.burst)
+        return ExecutorShape(
+            config.slots, config.blocks, config.block_size, config.context_tokens, config.burst, config.constrained_burst
+        )
 
 
 class SimulatedBeats:
@@ -161,6 +163,8 @@ class SimulatedInstance:
         self.host = host
         self.spec = spec
         self.life = host.lives
+        self.incarnation = host.lives + 2
+        """As read from its clock when it started. 1 is the incarnation of an old life."""
         self.last_plan: StepPlan | None = None
         self.worker: Worker | None = None
         self._watched: WatchedWorker | None = None

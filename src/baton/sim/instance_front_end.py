@@ -31,13 +31,15 @@ from baton.wire.engine_messages import (
 )
 from baton.wire.heartbeats import EngineVitals
 from baton.wire.instance_sessions import InstanceSessions, InstanceSessionState, SessionEffects
-from baton.wire.router_messages import FromInstance, decode_from_router, encode_membership
+from baton.wire.router_messages import FromInstance, PlaceAttempt, decode_from_router, encode_membership
 
 ROUTER = "router"
 FRONT_OF = "front of"
 LEAST_BEAT_US = 10_000
 WELCOMED_US = 1_000_000
 """Time that the router has to answer a join, on the shorter scale of these worlds."""
+SEEN_WITHIN_US = 450_000
+"""Allowance beyond the limit of a step until it is seen that nothing comes: a beat, a look, and messages on their way."""
 KEPT_US = 50_000
 """Allowance beyond the grace period until kept choices must be dropped."""
 
@@ -57,7 +59,7 @@ def join_of(life: SimulatedInstance, role: Role, draining: bool = False) -> Join
     worker, config = life.require_worker(), life.spec.config
     return Join(
         name=InstanceName(life.host.name),
-        incarnation=life.life + 2,  # 1 is the incarnation of an old life
+        incarnation=life.incarnation,
         role=role.name,
         fingerprint=life.executor.fingerprint,
         url="",
@@ -80,6 +82,10 @@ class InstanceFrontEnd:
         """Whether the router has welcomed it in the present session."""
         self.drains = False
         self.when_told: Callable[[SessionEffects], None] | None = None
+        self.when_order_lost: Callable[[], None] | None = None
+        """Set: the next place is lost in this process before anybody has seen it; then this is called."""
+        self._order_lost_us: int | None = None
+        """When a place was last lost in this process."""
         self._front = front
         self.line = lines.dial(front, *line_names(life.spec.number), self)
         self._running: set[int] = set()
@@ -111,6 +117,11 @@ class InstanceFrontEnd:
             self._say(message)
         self.drains = True
         self._order(Drain())
+
+    @property
+    def stuck_until_us(self) -> int:
+        """When the router has seen at the latest that a place was lost here; 0: none was. Grows with the longest step."""
+        return 0 if self._order_lost_us is None else self._order_lost_us + self.progress.limit_us + SEEN_WITHIN_US
 
     # ── the engine's side ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -196,6 +207,11 @@ class InstanceFrontEnd:
     def took(self, frames: list[bytes]) -> None:
         for frame in frames:
             message = decode_from_router(frame)
+            if isinstance(message, PlaceAttempt) and self.when_order_lost is not None:
+                lost, self.when_order_lost = self.when_order_lost, None
+                self._order_lost_us = self._front.world.now_us
+                lost()
+                continue
             out = self.sessions.receive(message, self._front.world.now_us)
             if isinstance(message, Cancel) and message.serial in self._running and message not in out.orders:
                 raise LawBroken(ENDS_AT_ONCE, f"{self.life.host.name} was told to end {message.serial}, and does not")
@@ -230,7 +246,7 @@ class InstanceFrontEnd:
         now_us = self._front.world.now_us
         runs = self.starved or not self.life.host.paused
         engine = EngineVitals(self.progress.silent_us(now_us), runs, self.progress.limit_us)
-        beat = self.sessions.beat(pulse, engine, now_us)
+        beat = self.sessions.beat(pulse, engine, now_us, self.line.silent_us)
         if beat is not None:
             self._say(beat)
             self._beats.set(now_us + self._beat_us)

@@ -44,6 +44,10 @@ class InstanceHost:
     """Whether its engine is paused until its front end kills it; healing does not end that."""
     stopped_us = 0
     """Since when."""
+    clock_ticks = 1
+    """By how much its clock is later at each life than at the one before."""
+    clock_back_ticks = 0
+    """By how much its clock was set back in all."""
 
     def __init__(
         self,
@@ -110,7 +114,7 @@ class InstanceHost:
         rolls = self._rolling or (self.instance is not None and self.instance.is_leaving)
         if self.host.paused or (absent and not self._rolling) or (rolls and rolling_too):
             return self.host.world.now_us
-        return max(self._troubled_until_us, self._rolled_until_us if rolling_too else 0)
+        return max(self._troubled_until_us, self.stuck_until_us, self._rolled_until_us if rolling_too else 0)
 
     def trouble(self, for_us: int = 0, *, of_router: bool = False) -> None:
         """Record a fault here or on the line; `of_router`: at the router, which has no cause to suspect this instance."""
@@ -129,7 +133,14 @@ class InstanceHost:
         late = self.front_end is not None and self.front_end.starved
         stands = (self.host.paused and not late) or self.front.paused
         slow_until_us = 0 if self.instance is None else self.instance.device.slow_until_us
-        return self.host.world.now_us if absent or stands or self.hangs else max(self._hurt_until_us, slow_until_us)
+        if absent or stands or self.hangs:
+            return self.host.world.now_us
+        return max(self._hurt_until_us, slow_until_us, self.stuck_until_us)
+
+    @property
+    def stuck_until_us(self) -> int:
+        """When it is seen at the latest that an attempt was lost inside this instance; 0: none was."""
+        return 0 if self.front_end is None else self.front_end.stuck_until_us
 
     @property
     def hangs(self) -> bool:
@@ -142,6 +153,7 @@ class InstanceHost:
         self.front.restart()
         life = SimulatedInstance(self.host, self.disk, self._spec, self._watcher)
         life.device.disagreement, life.device.slowness = self.disagreement, self.slowness
+        life.incarnation = life.incarnation * self.clock_ticks - self.clock_back_ticks
         if self._storage_model is not None and self._spec.config.tiers.host_rows:
             life.storage = StorageCopies(self._storage_model, life)
         self.instance = life

@@ -28,6 +28,7 @@ from baton.core.engine.worker import Deliver, Effect, Event, FrontEndLost, Group
 from baton.core.errors import InvariantViolated, Refusal, RefusalCode
 from baton.core.routing.events import ChoiceOutcome
 from baton.core.tiers.transfers import TransferId
+from baton.executor.constraints.scripted_backend import fits
 from baton.executor.scripted import undisturbed
 from baton.sim.faults import Fault
 from baton.sim.handover_laws import HandoverLaws
@@ -39,6 +40,7 @@ from baton.sim.law_names import (
     DESERVED_LOSS,
     DESERVED_REFUSAL,
     ENDS_AT_ONCE,
+    FITTING,
     HANDOVERS_END,
     LEDGER_SUMS,
     LINE_BOUND,
@@ -406,7 +408,10 @@ class LawChecker:
                 self._errors += 1
                 if self._errors > self._world.fired[Fault.DISAGREEMENT]:
                     raise LawBroken(DESERVED_ERROR, f"{name} ended with an error")
+            case FinishReason.CONSTRAINT_FAILED:
+                raise LawBroken(FITTING, f"{name}: after {got} tokens nothing was permitted")
             case FinishReason.STOP | FinishReason.LENGTH:
+                _fits(name, submission, expected)
                 self._whole_answer(name, ended, submission, expected, got, keep, left)
                 self._whole_bill(name, submission, ended)
 
@@ -518,3 +523,15 @@ def _queued_at(prefill: SimulatedInstance | None, peer: str) -> set[tuple[int, i
         for entry in entries
         if entry.handover.peer == peer and entry.serial is None
     }
+
+
+def _fits(name: str, submission: Submission, tokens: list[int]) -> None:
+    """Checks an answer against its own words, apart from what the executor made of them."""
+    sampling = submission.sampling
+    if sampling.constraint is not None and not fits(sampling.constraint.source, tokens):
+        raise LawBroken(FITTING, f"{name} got {tokens}, which its constraint does not allow")
+    if sampling.allowed_token_ids and not set(tokens) <= set(sampling.allowed_token_ids):
+        raise LawBroken(FITTING, f"{name} got {tokens}, and only {sampling.allowed_token_ids} are allowed")
+    for word in sampling.bad_words:
+        if any(tuple(tokens[at : at + len(word)]) == word for at in range(len(tokens))):
+            raise LawBroken(FITTING, f"{name} got {tokens}, and {word} is a bad word")

@@ -23,7 +23,10 @@ class LineTimes:
     window_bytes: int = 1 << 16
     """An owner that can wait stops sending when the other end has not read so much."""
     unread_bytes_max: int = 1 << 20
-    """A connection whose other end has not read so much is ended."""
+    """A connection whose other end leaves more than so much unread is ended after `unread_us`."""
+    unread_us: int = 50_000
+    router_silent_us: int = 2_000_000
+    """An instance ends a connection on which nothing of the router came for so long."""
     retry_us: int = 5_000
     retry_us_max: int = 40_000
 
@@ -34,14 +37,21 @@ class LineTimes:
             heartbeat_us=self.heartbeat_us,
             silent_us=self.silent_us,
             unread_bytes_max=self.unread_bytes_max,
+            unread_us=self.unread_us,
         )
         return LineConfig(stream, stream, self._retry())
 
     def of_router(self) -> LineConfig:
-        """Between router and instances: instances send heartbeats as messages, and silence is judged by the router, which
-        alone gives signs of life, half as often as peers do."""
-        dials = StreamConfig(handshake_us=self.handshake_us, unread_bytes_max=self.unread_bytes_max)
-        return LineConfig(dials, replace(dials, heartbeat_us=2 * self.heartbeat_us), self._retry())
+        """Between router and instances: instances send heartbeats as messages, and their silence is judged by the router,
+        which alone gives signs of life, half as often as peers do. Where none comes, instances end the connection."""
+        accepts = StreamConfig(
+            handshake_us=self.handshake_us,
+            heartbeat_us=2 * self.heartbeat_us,
+            unread_bytes_max=self.unread_bytes_max,
+            unread_us=self.unread_us,
+        )
+        dials = replace(accepts, heartbeat_us=None, silent_us=self.router_silent_us)
+        return LineConfig(dials, accepts, self._retry())
 
     @property
     def noticed_us(self) -> int:

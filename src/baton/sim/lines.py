@@ -24,6 +24,7 @@ from baton.sim.world import Alarm, Host
 from baton.wire.retry_pauses import RetryConfig, RetryPauses
 from baton.wire.seal import NONCE_BYTES, OVERHEAD_BYTES, SealSide
 from baton.wire.sealed_stream import (
+    UNREAD_SHARE,
     AcceptedStreams,
     ConnectionEnd,
     ConnectionFault,
@@ -68,6 +69,10 @@ class LineEndpoint(Protocol):
     @property
     def undelivered(self) -> int:
         """What the other end has not read, in bytes or frames."""
+
+    @property
+    def silent_us(self) -> int:
+        """Time since bytes of the other end last came in this session; 0 without one."""
 
     def open(self) -> None:
         """Only for an end that dials."""
@@ -124,7 +129,10 @@ class StreamConnection:
         self._host = host
         self._holder = holder
         self._fires = fires
-        self._unread_bytes_max = config.unread_bytes_max + OVERHEAD_BYTES
+        self._config = config
+        self._written_bytes = 0
+        self._crowded: tuple[int, int] | None = None
+        """Since when more than the limit is unread, and what the other end had read then, for the law."""
         self._silent_us = config.silent_us
         self._heard_us = 0
         self._alarm = Alarm(host, self._tick)
@@ -207,13 +215,24 @@ class StreamConnection:
         data = self.stream.output()
         if data:
             socket.write(data)
-            end = self.stream.unread(socket.unread)
-            if end is not None:
-                self._host.world.fire(Fault.NOT_READING, self._fires)
-                self._host.after(0, self._finish, end)  # not inside the call of the owner that wrote
-            elif socket.unread > self._unread_bytes_max:
-                raise LawBroken(LINE_BOUND, f"{self._fires} keeps {socket.unread} bytes that are not read")
+            self._written_bytes += len(data)
+        end = self.stream.unread(socket.unread, self._host.world.now_us)
+        if end is not None:
+            self._host.world.fire(Fault.NOT_READING, self._fires)
+            self._host.after(0, self._finish, end)  # not inside the call of the owner that wrote
+        else:
+            self._check_unread(socket.unread)
         self._alarm.set(self.stream.next_deadline())
+
+    def _check_unread(self, unread: int) -> None:
+        limit, now_us = self._config.unread_bytes_max, self._host.world.now_us
+        read = self._written_bytes - unread
+        if unread <= limit + OVERHEAD_BYTES:
+            self._crowded = None
+        elif self._crowded is None or read - self._crowded[1] > limit // UNREAD_SHARE:
+            self._crowded = now_us, read
+        elif now_us - self._crowded[0] >= self._config.unread_us:
+            raise LawBroken(LINE_BOUND, f"{self._fires} keeps {unread} bytes that are not read")
 
     def _tick(self) -> None:
         deadline_us = self.stream.next_deadline()
@@ -269,6 +288,10 @@ class _StreamLine:
     @property
     def undelivered(self) -> int:
         return 0 if self._connection is None else self._connection.unread
+
+    @property
+    def silent_us(self) -> int:
+        return 0 if self._connection is None else self._connection.stream.silent_us(self._host.world.now_us)
 
     def send(self, frame: bytes) -> None:
         if self._connection is not None:
@@ -486,7 +509,7 @@ class PipeEnd:
         self.wanted = False
         self.session: int | None = None
         self.is_full = False
-        self.undelivered = 0
+        self.undelivered = self.silent_us = 0
         self.peer = peer
         self.other: PipeEnd | None = None
         self._pipes = pipes

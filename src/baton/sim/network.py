@@ -4,8 +4,9 @@ Owns connections and the bytes between a write and their reading. Without faults
 and in order after a delay with jitter; those of different connections in any order. Bytes written at one time travel as one
 event. The faults are those that TCP leaves to its users: a connection is reset or cut in the middle of its bytes, and what
 was on the way is lost; it stalls; a process dies or a machine vanishes and nobody says so; a bit is flipped that TCP's
-checksum does not see; an attempt to connect fails. A machine that does not acknowledge is retried until `unacknowledged_us`
-have passed, then the connection breaks (TCP_USER_TIMEOUT). Every fault is counted and noted in the story.
+checksum does not see; an attempt to connect fails; somebody in between swallows one direction. A machine that does not
+acknowledge is retried until `unacknowledged_us` have passed, then the connection breaks (TCP_USER_TIMEOUT). Every fault is
+counted and noted in the story.
 
     Socket      one end: `write`, `close` (after what was written), `abort` (at once), `unread` bytes of what was written
     SocketUser  who holds it: told `connected`, `received`, `ended` and `has_room`, each on its own host
@@ -85,6 +86,8 @@ class Socket:
         self.held: list[bytes | None] | None = None
         """Writes that wait while this direction is stalled or cut, None for the end of the stream; None: it is neither."""
         self.stalled = False
+        self.swallowed = False
+        """Whether somebody in between acknowledges what is written here, and passes nothing on."""
         self.early: list[bytes] = []
         """What came before the connection was accepted."""
         self._network = network
@@ -105,6 +108,10 @@ class Socket:
         if self.is_over or not data:
             return
         self.unread += len(data)
+        if self.swallowed:
+            self._network.fire(Fault.SWALLOWED, self)
+            self.unread -= len(data)
+            return
         if self.recording is not None and len(self.recording) < RECORDED_BYTES_MAX // 64:
             self.recording.append(data)
         pieces = self._network.spoilt(self, data)
@@ -131,6 +138,8 @@ class Socket:
 
     def _put(self, data: bytes | None) -> None:
         network, other = self._network, self.other
+        if self.swallowed:
+            return
         if self.held is not None or self.way.is_cut:
             if self.way.is_cut:
                 network.fire(Fault.PARTITION, self)
@@ -208,7 +217,7 @@ class Socket:
         is_through = self.held is None and not self.way.is_cut
         if is_through and not self.other.is_over and self.other.is_alive:
             self._probes_since_us = None
-        elif is_through and not self.other.way.is_cut and self.other.host.up:
+        elif is_through and not self.other.way.is_cut and self.other.host.up and not self.other.swallowed:
             network.break_off(self, "Connection reset by peer")  # its machine knows no such connection
         elif network.world.now_us - since_us >= network.unacknowledged_us:
             network.break_off(self, "Connection timed out")
@@ -347,6 +356,13 @@ class SimulatedNetwork:
                     socket.held = []
                 self.fire(Fault.STALL, socket)
 
+    def swallow(self, source: str, target: str) -> None:
+        """From now on nothing that is written to the open connections of this direction arrives, and neither does their end;
+        it is acknowledged all the same, as by a proxy that has forgotten half of a connection."""
+        for socket in self._open_sockets():
+            if (socket.way.source, socket.way.target) == (source, target):
+                socket.swallowed = True
+
     def clear(self, source: str, target: str) -> None:
         way = self._direction(source, target)
         for socket in self._open_sockets():
@@ -421,7 +437,7 @@ class SimulatedNetwork:
 
     def send_reset(self, socket: Socket, error: str) -> None:
         """This end is gone; tell the other. It overtakes nothing, and is lost where the network is cut."""
-        if not socket.way.is_cut and not socket.other.is_over:
+        if not socket.way.is_cut and not socket.other.is_over and not socket.swallowed:
             self.world.at(max(self.arrival_us(socket), socket._last_us), self.arrive_end, socket.other, error)
 
     def arrive_end(self, socket: Socket, error: str | None) -> None:

@@ -9,13 +9,14 @@ import random
 from collections.abc import Callable, Sequence
 
 from baton.core.engine.progress_watch import SILENT_US, STALL_STEPS
-from baton.core.routing.events import Join
+from baton.core.routing.events import Join, Session
 from baton.sim.faults import Fault, FaultRates, log_uniform_us
 from baton.sim.instance import SimulatedInstance
-from baton.sim.instance_front_end import ROUTER, join_of
+from baton.sim.instance_front_end import ROUTER, SEEN_WITHIN_US, join_of
 from baton.sim.instance_host import InstanceHost
-from baton.sim.law_names import FENCED, LawBroken
+from baton.sim.law_names import FENCED, FENCED_ONCE, HEARS_IN_TIME, LawBroken
 from baton.sim.lines import Lines
+from baton.sim.network import SimulatedNetwork
 from baton.sim.router_host import RouterHost
 from baton.sim.world import World
 from baton.sim.zombies import KnownStranger, ZombieInstance, forged, forged_by_a_member
@@ -26,9 +27,11 @@ BY_ROUTER_SHARE = 0.5
 """Share of drains ordered at the router; the others are ordered at the instance."""
 FOR_GOOD_SHARE = 0.3
 """Share of stopped engines that never go on."""
-SEEN_WITHIN_US = 450_000
-"""Allowance beyond the limit until a front end has seen that its engine hangs: a beat, a look, and messages on their way."""
 HANG_US_MAX = 2_500_000
+HEARS_WITHIN_US = 500_000
+"""Allowance beyond the router's limit and two heartbeats until it has noticed that an instance does not hear it."""
+CLOCK_TICKS, CLOCK_BACK_TICKS = 1_000, 1_300
+"""A clock that is set back once is before the start of the former life, and after nothing that a router has invented."""
 
 
 class RouterFaults:
@@ -40,9 +43,11 @@ class RouterFaults:
         nodes: Sequence[InstanceHost],
         rates: FaultRates,
         span_us: int,
+        network: SimulatedNetwork,
     ) -> None:
         self._world = world
         self._lines = lines
+        self._network = network
         self._router_host = router_host
         self._nodes = nodes
         self._rates = rates
@@ -51,8 +56,13 @@ class RouterFaults:
         self._old_lives: list[ZombieInstance] = []
         self._forgers = 0
         self._downs = world.stream("upheaval downs")
+        self._exceeded: set[tuple[str, int, int]] = set()
+        self._welcomed: set[tuple[str, int, int]] = set()
+        """Lives of front ends that a router has welcomed."""
+        """Lives of instances, by name, number and life of the router, that have taken a higher incarnation."""
         for node in nodes:
             node.when_told = self._told
+            node.clock_ticks = CLOCK_TICKS if rates.clock_steps else 1
 
     def unleash(self) -> None:
         rates = self._rates
@@ -66,6 +76,9 @@ class RouterFaults:
             ("busy-machine", rates.busy_spells, self._starve),
             ("front-crash", rates.front_crashes, self._crash_front),
             ("forgery", rates.forgeries, self._forge),
+            ("one-way", rates.swallowings, self._swallow),
+            ("lost-order", rates.lost_orders, self._lose_order),
+            ("clock-back", rates.clock_steps, self._set_clock_back),
         )
         for kind, times, begin in kinds:
             for time in range(times):
@@ -90,6 +103,8 @@ class RouterFaults:
         for node in self._nodes:
             if node.instance is not None:
                 node.instance.device.heal()
+            if node.front_end is not None:
+                node.front_end.when_order_lost = None
         for old in self._old_lives:
             old.stop()
         if self._router_host.host.paused:
@@ -104,11 +119,72 @@ class RouterFaults:
             node.boot()
 
     def _told(self, node: InstanceHost, out: SessionEffects) -> None:
+        if out.welcomed is not None:
+            self._welcomed.add((node.name, node.host.lives, node.front.lives))
         if out.fenced is not None:
-            raise LawBroken(FENCED, f"{node.name} was fenced, and no later life of it has ever been: {out.fenced}")
+            self._fenced(node, out.fenced)
+            return
+        if out.rejoins_as is not None:
+            self._joins_above(node, out.rejoins_as)
         if out.drain:
             self._world.fire(Fault.DRAINED, node.name)
             node.restart_when_idle(self._downs.randrange(1_000, 200_000))
+
+    def _fenced(self, node: InstanceHost, reason: str) -> None:
+        """A member, by the late Join of a former life, whose clock was ahead. The process ends, and is started again."""
+        was_welcomed = (node.name, node.host.lives, node.front.lives) in self._welcomed
+        if not (node.clock_back_ticks and was_welcomed):
+            raise LawBroken(FENCED, f"{node.name} was fenced, and no later life of it has ever been: {reason}")
+        node.crash()
+        self._world.after(self._downs.randrange(1_000, 200_000), node.boot_if_down)
+
+    def _joins_above(self, node: InstanceHost, incarnation: int) -> None:
+        self._world.fire(Fault.CLOCK_BACK, node.name)
+        life = node.name, node.host.lives, self._router_host.host.lives
+        if life in self._exceeded:
+            raise LawBroken(FENCED_ONCE, f"{node.name} was turned away again, and joins as incarnation {incarnation}")
+        self._exceeded.add(life)
+
+    def _set_clock_back(self, stream: random.Random, node: InstanceHost) -> None:
+        """The instance crashes, and starts again with a clock that is before its former start."""
+        if self._over or node.instance is None or node.host.paused:
+            return
+        node.clock_back_ticks += CLOCK_BACK_TICKS
+        node.crash()
+        self._world.after(log_uniform_us(stream, 300, 300_000), node.boot_if_down)
+
+    # ── one direction ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _swallow(self, _stream: random.Random, node: InstanceHost) -> None:
+        """Somebody in between swallows what the router says to this instance, until that connection ends."""
+        connection = self._router_host.connection_of(node.name)
+        if self._over or connection is None or node.front_end is None or not node.front_end.serves:
+            return
+        config = self._router_host.config
+        within_us = config.deaf_us + 2 * config.beat_us + HEARS_WITHIN_US
+        node.trouble(within_us)
+        front, router = node.ends
+        self._network.swallow(router, front)
+        self._world.after(within_us, self._deafness_noticed, node, connection.session, self._world.now_us)
+
+    def _deafness_noticed(self, node: InstanceHost, session: Session | None, since_us: int) -> None:
+        """Law: the router has given up this session, unless one of the two stood still meanwhile."""
+        connection, router_host = self._router_host.connection_of(node.name), self._router_host
+        if connection is None or connection.session != session:
+            return
+        stood_still = node.front.paused or (node.instance is not None and node.instance.hindered_us > since_us)
+        if not (stood_still or router_host.host.paused or router_host.disturbed_us > since_us):
+            raise LawBroken(HEARS_IN_TIME, f"{node.name} hears nothing since {since_us}, and is still a member")
+
+    def _lose_order(self, _stream: random.Random, node: InstanceHost) -> None:
+        """The next leg that comes there is lost. Only where its client need not wait for long."""
+        life, front_end = node.instance, node.front_end
+        if self._over or life is None or front_end is None or not front_end.serves:
+            return
+        if _step_limit_us(life) + SEEN_WITHIN_US <= HANG_US_MAX:
+            front_end.when_order_lost = lambda: self._world.fire(Fault.ORDER_LOST, node.name)
+
+    # ── draining and standing still ──────────────────────────────────────────────────────────────────────────────────────
 
     def _drain(self, stream: random.Random, node: InstanceHost) -> None:
         if self._over or node.front_end is None or not node.front_end.serves or node.front_end.drains:
@@ -152,13 +228,12 @@ class RouterFaults:
             or not node.front_end.progress.is_watching
         ):
             return
-        longest_us = max(life.spec.tried_step_us, life.device.longest_us)
-        within_us = max(life.spec.stall_us, STALL_STEPS * longest_us) + SEEN_WITHIN_US
-        if within_us <= HANG_US_MAX and not life.device.hangs:
+        if _step_limit_us(life) + SEEN_WITHIN_US <= HANG_US_MAX and not life.device.hangs:
             life.device.hangs = True
-            life.device.when_hung = lambda: self._hung(node, life, within_us)
+            life.device.when_hung = lambda: self._hung(node, life)
 
-    def _hung(self, node: InstanceHost, life: SimulatedInstance, within_us: int) -> None:
+    def _hung(self, node: InstanceHost, life: SimulatedInstance) -> None:
+        within_us = _step_limit_us(life) + SEEN_WITHIN_US  # steps may have become longer since it was to hang
         self._world.after(within_us, node.seen_to_hang, life, self._world.now_us, within_us)
 
     def _crash_front(self, stream: random.Random, node: InstanceHost) -> None:
@@ -247,3 +322,8 @@ def _before(join: Join, draining: bool) -> Join:
         join.name, 1, join.role, join.fingerprint, "", "", join.slots, join.blocks, join.block_size, join.context_tokens,
         join.vocabulary, 0, draining,
     )  # fmt: skip
+
+
+def _step_limit_us(life: SimulatedInstance) -> int:
+    """The limit that a front end which has heard of all its engine's steps has for one of them."""
+    return max(life.spec.stall_us, STALL_STEPS * max(life.spec.tried_step_us, life.device.longest_us))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.core.engine.request import Submission
+from baton.core.engine.request import PromptLogprobs, Submission
 from baton.core.errors import Refusal
 from baton.core.routing.config import RouterConfig
 from baton.core.routing.events import (
@@ -64,6 +64,7 @@ class RequestListener(Protocol):
         cached_tokens: int | None,
         ended: ChoiceOutcome | None,
         logprobs: Sequence[LogprobLine] | None = None,
+        prompt_logprobs: Sequence[PromptLogprobs] = (),
     ) -> None: ...
 
     def placed(self, where: str) -> None:
@@ -83,6 +84,7 @@ class UnclaimedAnswer:
     """By choice; None: nothing is known of the choice."""
     cached: list[int | None]
     outcomes: list[ChoiceOutcome | None]
+    prompts: list[tuple[PromptLogprobs, ...]]
 
 
 class RouterRequest:
@@ -382,9 +384,10 @@ class RouterHost:
             case RequestDeclined(number, refusal):
                 if (request := self._requests.pop(number, None)) is not None and request.is_there:
                     request.listener.declined(refusal)
-            case UnclaimedFound(number, origin, delivered, _, cached, outcomes):
+            case UnclaimedFound(number, origin, delivered, _, cached, outcomes, prompts):
                 tokens_known = [None if tokens is None else list(tokens) for tokens in delivered]
-                found = UnclaimedAnswer(number, origin, tokens_known, list(cached), list(outcomes))
+                parts = [part if isinstance(part, tuple) else () for part in prompts]
+                found = UnclaimedAnswer(number, origin, tokens_known, list(cached), list(outcomes), parts)
                 self.found[origin] = self._unclaimed[number] = found
             case UnclaimedDropped(number):
                 self.found.pop(self._unclaimed.pop(number).origin, None)
@@ -397,16 +400,18 @@ class RouterHost:
                     request.listener.placed(where or "")
 
     def _deliver(self, act: DeliverTokens) -> None:
-        number, choice, tokens, extras, cached, outcome = act
+        number, choice, tokens, extras, cached, outcome, prompt = act
         request = self._requests.get(number)
         if request is not None and request.is_there:
             lines = extras if isinstance(extras, Sequence) else None
-            request.listener.progress(choice, tokens, 0, len(tokens), cached, outcome, lines)
+            parts = prompt if isinstance(prompt, tuple) else ()
+            request.listener.progress(choice, tokens, 0, len(tokens), cached, outcome, lines, parts)
         elif (found := self._unclaimed.get(number)) is not None:
             known = found.tokens[choice]
             found.tokens[choice] = (known or []) + tokens
             found.cached[choice] = cached if found.cached[choice] is None else found.cached[choice]
             found.outcomes[choice] = outcome
+            found.prompts[choice] += prompt if isinstance(prompt, tuple) else ()
 
     def _shut(self, session: Session, reason: str) -> None:
         connection = self._by_session.pop(session, None)

@@ -6,7 +6,7 @@ Owns the draw of a cluster, its load and its faults. `fuzzed_run` runs it.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import Any
@@ -27,7 +27,8 @@ from baton.core.config import (
 )
 from baton.core.engine.progress_watch import STALL_US
 from baton.core.routing.config import RouterConfig, RoutingPolicy
-from baton.sim.client_requests import VOCABULARY, ClientRequest, draw_ask
+from baton.executor.constraints.scripted_backend import ScriptedBackend
+from baton.sim.client_requests import VOCABULARY, ClientRequest, draw_ask, restricted, with_prompt_logprobs
 from baton.sim.faults import CLASSES, OF_COPIES, OF_STORAGE, FaultRates, draw_classes, draw_rates
 from baton.sim.faulty_transfers import KvTimes
 from baton.sim.instance_host import instance_name
@@ -39,6 +40,10 @@ from baton.sim.world import stream_of
 WITHOUT_ROUTER = (0, 1, 5)
 """Last digits of the seeds whose worlds have no router."""
 BUNCHED_SHARE = 0.7
+PROMPT_LOGPROBS_SHARE = 0.2
+"""Share of worlds in which requests may ask for log-probabilities of their prompts."""
+RESTRICTED_SHARE = 0.3
+"""Worlds in which requests have constraints, allowed tokens or bad words."""
 HOST_SHARE = 0.5
 """Share of worlds in which instances have host memory."""
 STORE_SHARE = 0.6
@@ -232,6 +237,7 @@ def _draw_carrying(seed: int, classes: tuple[str, ...]) -> tuple[RouterConfig, i
         "retry_rate": stream.choice((20.0, 200.0)),
         "retry_burst": stream.choice((1, 512, 512)),
         "suspect_us": stream.choice((400_000, 600_000)),
+        "deaf_us": 700_000,
         "stall_us": stream.choice((50_000, 1_000_000)),
         "drain_us": stream.choice((20_000, 200_000, 1_000_000)),
         "orphan_grace_us": stream.choice((100_000, 600_000, 1_500_000)),
@@ -264,6 +270,7 @@ def _draw_giver(seed: int, config: WorkerConfig) -> WorkerConfig:
         context_tokens=context,
         blocks=int(-(-context // config.block_size) * stream.choice((1.0, 1.1, 1.6, 3.0))),
         step_tokens=slots * config.burst + stream.choice((0, 2, 8, 32)),
+        constrained_burst=0,
         depth=stream.randint(1, 3),
         waiting_max=stream.choice((1, 3, 64)),
         prefix_cache=stream.random() < 0.8,
@@ -375,23 +382,33 @@ def _draw_config(seed: int) -> WorkerConfig:
     slots = stream.randint(2, 6)
     context = stream.randint(32, 56)
     whole = -(-context // block_size)
-    return WorkerConfig(
-        slots=slots,
-        blocks=int(whole * stream.choice((1.0, 1.05, 1.1, 1.3, 1.6, 3.0))),
-        block_size=block_size,
-        context_tokens=context,
-        step_tokens=slots * burst + stream.choice((0, 2, 8, 32)),
-        burst=burst,
-        depth=stream.randint(1, 3),
-        waiting_max=stream.choice((3, 8, 64)),
-        prefix_cache=stream.random() < 0.8,
-        reserve=stream.choice(tuple(ReservePolicy)),
-        ratio_decay=stream.choice((0.001, 0.02)),
-        victims=stream.choice(tuple(VictimPolicy)),
-        max_preemptions=stream.randint(0, 8),
-        on_preempt=stream.choice((OnPreempt.RESUME, OnPreempt.RESUME, OnPreempt.RESCHEDULE)),
-        handover=_draw_handover(seed),
+    return _with_forced_tokens(
+        seed,
+        WorkerConfig(
+            slots=slots,
+            blocks=int(whole * stream.choice((1.0, 1.05, 1.1, 1.3, 1.6, 3.0))),
+            block_size=block_size,
+            context_tokens=context,
+            step_tokens=slots * burst + stream.choice((0, 2, 8, 32)),
+            burst=burst,
+            constraint_backends=((ScriptedBackend.name, ScriptedBackend.version),),
+            depth=stream.randint(1, 3),
+            waiting_max=stream.choice((3, 8, 64)),
+            prefix_cache=stream.random() < 0.8,
+            reserve=stream.choice(tuple(ReservePolicy)),
+            ratio_decay=stream.choice((0.001, 0.02)),
+            victims=stream.choice(tuple(VictimPolicy)),
+            max_preemptions=stream.randint(0, 8),
+            on_preempt=stream.choice((OnPreempt.RESUME, OnPreempt.RESUME, OnPreempt.RESCHEDULE)),
+            handover=_draw_handover(seed),
+        ),
     )
+
+
+def _with_forced_tokens(seed: int, config: WorkerConfig) -> WorkerConfig:
+    """At times more tokens a step for requests with a constraint, as far as blocks and steps have room for them."""
+    drawn = stream_of(seed, "forced").choice((0, 2, 3, 4))
+    return replace(config, constrained_burst=min(drawn, config.block_size, config.step_tokens // config.slots))
 
 
 def _draw_users(seed: int, config: WorkerConfig, rates: FaultRates, span_us: int) -> tuple[UserPlan, ...]:
@@ -400,9 +417,13 @@ def _draw_users(seed: int, config: WorkerConfig, rates: FaultRates, span_us: int
     indices = count()
 
     def asks(number: int) -> tuple[ClientRequest, ...]:
-        return tuple(
-            draw_ask(stream_of(seed, f"ask {index}"), index, config, rates, seed) for index in islice(indices, number)
-        )
+        drawn = (draw_ask(stream_of(seed, f"ask {index}"), index, config, rates, seed) for index in islice(indices, number))
+        asked: Iterable[ClientRequest] = drawn
+        if stream_of(seed, "prompts").random() < PROMPT_LOGPROBS_SHARE:
+            asked = (with_prompt_logprobs(ask, stream_of(seed, f"prompt {ask.index}")) for ask in drawn)
+        if stream_of(seed, "restricted").random() >= RESTRICTED_SHARE:
+            return tuple(asked)
+        return tuple(restricted(stream_of(seed, f"restricted {ask.index}"), ask) for ask in asked)
 
     arrivals_us = 0.7 * span_us / rates.overload
     passing = [UserPlan(at_us, False, asks(1)) for at_us in _arrivals(stream, int(arrivals_us))]

@@ -29,6 +29,7 @@ from baton.wire.router_messages import (
     HeldChoiceMessage,
     HeldGroup,
     Leaving,
+    Welcome,
     decode_from_router,
     encode_membership,
 )
@@ -42,8 +43,15 @@ class ZombieInstance:
         self._router_host = router_host
         self._join = join
         self.sessions = InstanceSessions(join)
+        self._was_a_member(world.now_us)
         self._lines = lines
         self.line = lines.dial(self.host, *line_names(number), self)
+
+    def _was_a_member(self, now_us: int) -> None:
+        """Before it was cut off, a router had welcomed it."""
+        self.sessions.opened(now_us)
+        self.sessions.receive(Welcome(ROUTER, 1, 0), now_us)
+        self.sessions.lost("cut off", now_us)
 
     def come_back(self) -> None:
         self.line.open()

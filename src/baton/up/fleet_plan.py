@@ -6,12 +6,12 @@ baton serve MODEL --role decode --name decode-1 --router 127.0.0.1:41234
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
 from typing import Annotated
 
 from baton.core.errors import BatonError
 from baton.core.setting import Panel, Setting, Unit
+from baton.node.baton_command import baton_command
 from baton.node.settings import DEFAULT_MODEL, Model
 
 LOOPBACK = "127.0.0.1"
@@ -126,4 +126,4 @@ class FleetPlan:
         return "--drain-timeout", f"{self.drain_timeout_s:g}"
 
 
-_BATON = (sys.executable, "-m", "baton")
+_BATON = baton_command()

@@ -28,6 +28,7 @@ import msgspec
 
 from baton.api.auth import secret_of
 from baton.node.clock import monotonic_us
+from baton.node.log_lines import as_text
 from baton.node.parent_process import bound_to
 from baton.node.process_activity import ProcessActivity
 from baton.node.recording import DUMP_SIGNAL
@@ -313,33 +314,34 @@ class Supervisor:
 
     def _take_line(self, child: SupervisedProcess, process: asyncio.subprocess.Process, line: str) -> None:
         if child.is_up or process is not child.process:
-            if _NOISE.match(line) is None and not self._is_shutdown_noise(child, line):
+            if _NOISE.match(as_text(line)) is None and not self._is_shutdown_noise(child, line):
                 self._log.line(child.name, line)
             return
         child.output.append(line)
         if child is self._router:
-            self._take_router_line(line)
-        elif found := _SERVED.search(line):
+            self._take_router_line(as_text(line))
+        elif found := _SERVED.search(as_text(line)):
             self._is_ready(child, found[2])
 
     def _is_shutdown_noise(self, child: SupervisedProcess, line: str) -> bool:
         """Whether the line is about the shutdown that was ordered: instances then report each other's and the router's
         absence."""
-        return self._stopping.is_set() and child is not self._router and " ERROR " not in line
+        return self._stopping.is_set() and child is not self._router and " ERROR " not in as_text(line)
 
     def _take_router_line(self, line: str) -> None:
         if found := _JOIN.search(line):
             self._join = found[1]
         if found := _SERVED.search(line):
             self._served, self.url = found[1], found[2]
-        output = "\n".join(self._router.output)
+        output = "\n".join(as_text(line) for line in self._router.output)
         if _SERVED.search(output) and _JOIN.search(output):
             self._ports = RouterPorts(int(self.url.rpartition(":")[2]), int(self._join.rpartition(":")[2]))
             self._is_ready(self._router, self.url)
 
     def _is_ready(self, child: SupervisedProcess, url: str) -> None:
         for line in child.output:
-            if " WARNING " in line or " ERROR " in line:
+            text = as_text(line)
+            if " WARNING " in text or " ERROR " in text:
                 self._log.line(child.name, line)
         child.output.clear()
         child.restarts.ready(monotonic_us())

@@ -24,13 +24,13 @@ from baton.core.engine.orders import Accepted, Cancel, Drain, ReportChanges, Sto
 from baton.core.engine.plan import Logprobs
 from baton.core.engine.progress_watch import EngineBeat
 from baton.core.engine.records import Settled
-from baton.core.engine.request import NO_TOKENS, Prompt, Submission, Tokens
+from baton.core.engine.request import NO_TOKENS, Constraint, Prompt, PromptLogprobs, Submission, Tokens
 from baton.core.errors import BatonError, Refusal, RefusalCode
 
 _Number = TypeVar("_Number", bound=np.generic)
 _Message = TypeVar("_Message")
 
-WIRE_VERSION = 5
+WIRE_VERSION = 7
 FRAME_BYTES_MAX = 64 << 20
 
 
@@ -38,7 +38,7 @@ class WireError(BatonError):
     """Bytes that are not a message of this version."""
 
 
-class PrefillPeerAddresses(msgspec.Struct, tag="peers", frozen=True):
+class PrefillPeerAddresses(msgspec.Struct, tag="peers", frozen=True, gc=False):
     """The prefill peers of this instance from now on: connect to these, and disconnect from all others."""
 
     addresses: tuple[str, ...]
@@ -48,7 +48,7 @@ ToWorker = Submit | Cancel | StopAt | Drain | ReportChanges
 ToEngine = ToWorker | PrefillPeerAddresses
 
 
-class ReadyMessage(msgspec.Struct, tag="ready", frozen=True):
+class ReadyMessage(msgspec.Struct, tag="ready", frozen=True, gc=False):
     version: int
     context_tokens: int
     vocabulary: int
@@ -66,20 +66,20 @@ class ReadyMessage(msgspec.Struct, tag="ready", frozen=True):
     """The longest step, as tried at the start; 0: none was tried."""
 
 
-class FailedMessage(msgspec.Struct, tag="failed", frozen=True):
+class FailedMessage(msgspec.Struct, tag="failed", frozen=True, gc=False):
     """The engine cannot continue; this is its last message."""
 
     reason: str
 
 
-class RefusedMessage(msgspec.Struct, tag="refused", frozen=True):
+class RefusedMessage(msgspec.Struct, tag="refused", frozen=True, gc=False):
     ticket: Long
     code: RefusalCode
     message: str
     retry_after_s: int | None
 
 
-class StepOutput(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
+class StepOutput(msgspec.Struct, tag="step", frozen=True, omit_defaults=True, gc=False):
     """The output of one step. Row i belongs to `serials[i]` and has the next `counts[i]` of `tokens`."""
 
     serials: bytes
@@ -92,9 +92,11 @@ class StepOutput(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     draft_tokens: int = 0
     """Of all steps since the start. Not sent to a router."""
     accepted_draft_tokens: int = 0
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    """By row, of the tokens after `begin` in its prompt. A row without tokens has some."""
 
 
-class Pulse(msgspec.Struct, tag="pulse", frozen=True):
+class Pulse(msgspec.Struct, tag="pulse", frozen=True, gc=False):
     """Sent periodically, also while a step computes and while the engine is idle: the gauges, and changes since the last
     pulse."""
 
@@ -120,6 +122,8 @@ FromEngine = ReadyMessage | FailedMessage | Accepted | RefusedMessage | StepOutp
 
 PROMPT_OF_LEADER: Tokens = NO_TOKENS.copy()
 """Placeholder for the prompt of each follower in an encoded group: the prompt is sent once, with the leader."""
+CONSTRAINT_OF_LEADER = Constraint("=", "=", "")
+"""Placeholder for the constraint of a follower, where it is the leader's."""
 _DTYPES_OF_KINDS: dict[str, np.dtype[np.generic]] = {"i": np.dtype("<i4"), "f": np.dtype("<f4")}
 
 
@@ -156,23 +160,52 @@ def array_of(data: bytes, dtype: np.dtype[_Number]) -> npt.NDArray[_Number]:
 
 
 def without_shared_prompts(group: tuple[Submission, ...]) -> tuple[Submission, ...]:
-    """Replace the prompts of followers by PROMPT_OF_LEADER."""
-    return tuple(item if item.leader is None else msgspec.structs.replace(item, prompt=PROMPT_OF_LEADER) for item in group)
+    """Replace the prompts of followers by PROMPT_OF_LEADER, and their leader's constraint by CONSTRAINT_OF_LEADER."""
+    leaders = {item.request_id: item for item in group}
+    return tuple(item if item.leader is None else _without_shared(item, leaders.get(item.leader)) for item in group)
+
+
+def _without_shared(item: Submission, leader: Submission | None) -> Submission:
+    constraint = item.sampling.constraint
+    if leader is None or constraint is None or constraint != leader.sampling.constraint:
+        return msgspec.structs.replace(item, prompt=PROMPT_OF_LEADER)
+    sampling = msgspec.structs.replace(item.sampling, constraint=CONSTRAINT_OF_LEADER)
+    return msgspec.structs.replace(item, prompt=PROMPT_OF_LEADER, sampling=sampling)
 
 
 def with_shared_prompts(group: tuple[Submission, ...]) -> tuple[Submission, ...]:
-    """Give followers the prompt of their leader. Raises WireError where a prompt is missing or comes with a follower."""
-    prompts: dict[str, Prompt] = {}
+    """Give followers the prompt and the constraint of their leader. Raises WireError where one is missing, or a prompt comes
+    with a follower."""
+    leaders: dict[str, Submission] = {}
     made = []
     for item in group:
         if item.leader is None and item.prompt is not PROMPT_OF_LEADER:
-            prompts[item.request_id] = item.prompt
+            if item.sampling.constraint == CONSTRAINT_OF_LEADER:
+                raise WireError(f"submission {item.request_id!r} has the constraint of its leader, and has none")
+            leaders[item.request_id] = item
             made.append(item)
-        elif item.leader in prompts and item.prompt is PROMPT_OF_LEADER:
-            made.append(msgspec.structs.replace(item, prompt=prompts[item.leader]))
+        elif item.leader in leaders and item.prompt is PROMPT_OF_LEADER:
+            made.append(_with_shared(item, leaders[item.leader]))
         else:
             raise WireError(f"submission {item.request_id!r} has no prompt, and neither has its leader {item.leader!r}")
     return tuple(made)
+
+
+def _with_shared(item: Submission, leader: Submission) -> Submission:
+    if item.sampling.constraint != CONSTRAINT_OF_LEADER:
+        return msgspec.structs.replace(item, prompt=leader.prompt)
+    sampling = msgspec.structs.replace(item.sampling, constraint=leader.sampling.constraint)
+    return msgspec.structs.replace(item, prompt=leader.prompt, sampling=sampling)
+
+
+def asked_bytes(item: Submission) -> int:
+    """Encoded bytes of its prompt, outputs, constraint and lists of tokens, at most. A follower's prompt and constraint are
+    its leader's, and are sent once."""
+    sampling = item.sampling
+    words = sum(1 + len(word) for word in sampling.bad_words)
+    listed = 16 * len(sampling.logit_bias) + 8 * (len(sampling.stop_token_ids) + len(sampling.allowed_token_ids) + words)
+    constraint = 0 if sampling.constraint is None else 4 * len(sampling.constraint.source)
+    return item.generated.nbytes + listed + (item.prompt.nbytes + constraint if item.leader is None else 0)
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=encoded_array)
@@ -243,6 +276,7 @@ def step_output(settled: Settled, gauges: SchedulerGauges, drafts: DraftGauges) 
         gauges,
         drafts.fed,
         drafts.accepted,
+        settled.prompt_logprobs,
     )
 
 
@@ -274,6 +308,7 @@ class DecodedRows:
                 f"{len(self.serials)} rows, {len(self.counts)} counts and {len(self.tokens)} tokens do not agree"
             )
         self.logprobs = {item.row: logprob_lines(item) for item in output.logprobs}
+        self.prompt_logprobs = {item.row: shaped_prompt(item) for item in output.prompt_logprobs}
 
 
 LogprobLine = tuple[float, tuple[tuple[int, float], ...]]
@@ -293,6 +328,18 @@ def shaped(item: Logprobs) -> Logprobs:
         raise WireError(f"log-probabilities of {tokens} tokens with {ids} ids and {values} values")
     lines = (tokens, ids // tokens)
     return Logprobs(item.row, item.chosen, item.top_ids.reshape(lines), item.top.reshape(lines))
+
+
+def shaped_prompt(item: PromptLogprobs) -> PromptLogprobs:
+    """The same for a prompt."""
+    tokens, ids, values = len(item.chosen), item.top_ids.size, item.top.size
+    if not tokens or len(item.ranks) != tokens or ids != values or ids % tokens or item.begin < 1:
+        text = f"{len(item.ranks)} ranks, {ids} ids and {values} values"
+        raise WireError(f"log-probabilities of {tokens} prompt tokens from {item.begin} on with {text}")
+    lines = (tokens, ids // tokens)
+    return PromptLogprobs(
+        item.row, item.begin, item.chosen, item.ranks, item.top_ids.reshape(lines), item.top.reshape(lines)
+    )
 
 
 def numbers(data: bytes) -> list[int]:

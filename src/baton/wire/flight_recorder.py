@@ -6,14 +6,17 @@
 
 Two segments are kept, each opened by a copy of the state. When the newer one is full, the older one is dropped. Calls are
 kept by reference, and all is encoded only when a file is written: events and effects do not change after they were handed
-over. Has no clock, thread or file.
+over. Most of them are Structs that the garbage collector does not look at (`gc=False`: they are trees), since two segments
+have so many that a full collection would stop everything for a second. Has no clock, thread or file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+from msgspec import Struct
 
 from baton.core.content_hashes import ContentHashes
 from baton.wire.captured_state import CapturedState, capture
@@ -39,7 +42,7 @@ class Raised:
     text: str
 
 
-class RecordedCall(NamedTuple):
+class RecordedCall(Struct, frozen=True, gc=False):
     method: str
     arguments: tuple[Any, ...]
     result: Any

@@ -83,7 +83,7 @@ class Heartbeats:
         del self._notes[:-NOTES_A_BEAT_MAX]
         self._preempted.update((serial, count) for serial, count in pulse.preempted if self._is_routed(serial))
 
-    def beat(self, engine: EngineVitals, now_us: int) -> HeartbeatMessage:
+    def beat(self, engine: EngineVitals, router_silent_us: int, now_us: int) -> HeartbeatMessage:
         fresh, named, forgotten = self._prefixes.take()
         notes = tuple((serial, phase, max(0, now_us - at_us)) for serial, phase, at_us in self._notes)
         self._notes.clear()
@@ -92,7 +92,7 @@ class Heartbeats:
             del self._preempted[serial]
         return HeartbeatMessage(
             self._gauges, max(0, engine.silent_us), self._computing, fresh, named, forgotten, notes, preempted, engine.runs,
-            engine.step_limit_us,
+            engine.step_limit_us, max(0, router_silent_us),
         )  # fmt: skip
 
 

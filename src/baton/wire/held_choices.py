@@ -24,9 +24,9 @@ import numpy as np
 from baton.core.engine.ended import EndedRequest
 from baton.core.engine.orders import Cancel, Submit
 from baton.core.engine.plan import Logprobs
-from baton.core.engine.request import Submission
+from baton.core.engine.request import PromptLogprobs, Submission
 from baton.core.state_machine import FastEnum, StateMachine
-from baton.wire.engine_messages import StepOutput, ToEngine, WireError
+from baton.wire.engine_messages import StepOutput, ToEngine, WireError, asked_bytes
 from baton.wire.router_messages import (
     HELD_BYTES_MAX,
     HeldChoiceMessage,
@@ -34,7 +34,6 @@ from baton.wire.router_messages import (
     PlaceAttempt,
     held_bytes,
     logprob_bytes,
-    prompt_bytes,
 )
 from baton.wire.step_parts import part_of
 
@@ -114,6 +113,7 @@ class PlacedChoice:
     counts: array[int] | None = None
     """Tokens of each row; kept only where log-probabilities were asked for, since those are kept by row."""
     logprobs: list[Logprobs] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     cached_tokens: int | None = None
     ended: EndedRequest | None = None
     preemptions: int = 0
@@ -126,7 +126,7 @@ class PlacedChoice:
     @property
     def kept_bytes(self) -> int:
         """Bytes of memory that keeping it takes."""
-        logprobs = sum(map(logprob_bytes, self.logprobs))
+        logprobs = sum(map(logprob_bytes, self.logprobs)) + sum(map(logprob_bytes, self.prompt_logprobs))
         return len(self.tokens) + logprobs + _place_bytes(self.group.place)
 
     def note(self, item: Logprobs) -> None:
@@ -145,12 +145,12 @@ class PlacedChoice:
             self.cached_tokens,
             self.ended,
             max(self.preemptions, self.submission.preemptions + (self.ended.bill.preemptions if self.ended else 0)),
+            tuple(self.prompt_logprobs),
         )
 
 
 def _place_bytes(place: PlaceAttempt) -> int:
-    prompts = sum(map(prompt_bytes, place.group))
-    return len(place.origin) + prompts + 512 * len(place.group)
+    return len(place.origin) + sum(map(asked_bytes, place.group)) + 512 * len(place.group)
 
 
 def _held_group(place: PlaceAttempt, kept: list[PlacedChoice]) -> HeldGroup:
@@ -325,6 +325,8 @@ class HeldChoices:
                 choice.counts.append(count)
         for item in output.logprobs:
             choices[serials[item.row]].note(item)
+        for prompt in output.prompt_logprobs:
+            choices[serials[prompt.row]].prompt_logprobs.append(prompt)
         for start in output.started:
             if start.serial in choices:
                 choices[start.serial].cached_tokens = start.cached_tokens

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from baton.core.bounds import INCARNATION_MAX
 from baton.core.engine.orders import Accepted, Cancel, Drain, ReportChanges, StopAt
 from baton.core.errors import Refusal, RefusalCode
 from baton.core.routing.events import Join
@@ -95,6 +96,8 @@ class SessionEffects:
     """Why the router rejected this instance; the session must be closed."""
     fenced: str | None = None
     """Set with `turned_away` where the rejection is final: a later incarnation of this name has joined."""
+    rejoins_as: int | None = None
+    """Set with `turned_away` where this instance has taken a higher incarnation, with which it joins again."""
     hang_up: str | None = None
     """Why the session must be closed: nothing would come in it any more."""
 
@@ -112,6 +115,8 @@ class InstanceSessions:
         self._lost_us: int | None = None
         """Since when no router knows of the held choices; None while one does."""
         self._draining = join.draining
+        self._was_welcomed = False
+        """Whether any router has welcomed this instance since its process began."""
         self._choices = HeldChoices()
         self._beats = Heartbeats(self._choices.has)
         self._unsent: list[ToEngine] = []
@@ -198,8 +203,8 @@ class InstanceSessions:
         match message:
             case Welcome():
                 return self._on_welcome(message)
-            case TurnedAway(reason, fenced):
-                return self._on_turned_away(reason, fenced)
+            case TurnedAway():
+                return self._on_turned_away(message)
             case _ if self._state is not InstanceSessionState.SERVING:
                 raise WireError(f"{type(message).__name__} to an instance that is {self._state.value}")
             case PlaceAttempt():
@@ -220,15 +225,33 @@ class InstanceSessions:
         if self._state is not InstanceSessionState.JOINING:
             raise WireError(f"a welcome to an instance that is {self._state.value}")
         self._move(InstanceSessionMove.WELCOME)
+        self._was_welcomed = True
         self._grace_us = message.orphan_grace_us
         self._lost_us = None
         return SessionEffects(orders=[*self._take_unsent(), ReportChanges()], welcomed=message)
 
-    def _on_turned_away(self, reason: str, fenced: bool) -> SessionEffects:
+    def _on_turned_away(self, message: TurnedAway) -> SessionEffects:
         if self._state is not InstanceSessionState.JOINING:
             raise WireError(f"an instance that is {self._state.value} was turned away")
         self._move(InstanceSessionMove.TURN_AWAY)
-        return SessionEffects(orders=self._take_unsent(), turned_away=reason, fenced=reason if fenced else None)
+        effects = SessionEffects(orders=self._take_unsent(), turned_away=message.reason)
+        if message.fenced and self._was_welcomed:
+            effects.fenced = message.reason
+        elif message.fenced:
+            effects.rejoins_as = self._exceed(message.known_incarnation)
+        return effects
+
+    def _exceed(self, known: int) -> int | None:
+        """Take the incarnation after one that the router knows; None where that is none.
+
+        Incarnations are read from a clock that may have been set back since the last life of this name. A process that was
+        never welcomed cannot have been outlived: what the router knows is an earlier life, however high its number. Where
+        the number cannot be exceeded this instance keeps trying, and the router forgets an absent incarnation in time.
+        """
+        if not self._join.incarnation <= known < INCARNATION_MAX:
+            return None
+        self._join = msgspec.structs.replace(self._join, incarnation=known + 1)
+        return known + 1
 
     def _place(self, place: PlaceAttempt) -> SessionEffects:
         if self._choices.is_unanswered(place.ticket):
@@ -282,8 +305,11 @@ class InstanceSessions:
         self._choices.record_preemptions(pulse.preempted)
         self._beats.record_pulse(pulse, self._state is InstanceSessionState.SERVING, now_us)
 
-    def beat(self, pulse: Pulse | None, engine: EngineVitals, now_us: int) -> HeartbeatMessage | None:
-        """The next heartbeat; None while not serving. `pulse` must not have been recorded before."""
+    def beat(
+        self, pulse: Pulse | None, engine: EngineVitals, now_us: int, router_silent_us: int = 0
+    ) -> HeartbeatMessage | None:
+        """The next heartbeat; None while not serving. `pulse` must not have been recorded before. `router_silent_us`: time
+        since bytes of the router last came in this session."""
         if pulse is not None:
             self.record_pulse(pulse, now_us)
-        return self._beats.beat(engine, now_us) if self._state is InstanceSessionState.SERVING else None
+        return self._beats.beat(engine, router_silent_us, now_us) if self._state is InstanceSessionState.SERVING else None

@@ -10,23 +10,27 @@ from collections.abc import Mapping
 
 from baton.core.engine.change_journal import CachedKeysChanged
 from baton.core.engine.plan import Logprobs
-from baton.core.engine.request import Submission
+from baton.core.engine.request import PromptLogprobs, Submission
 from baton.core.routing.events import Heartbeat, HeldChoice, Join, PhaseReport
-from baton.core.routing.identity import ChoiceAttempt
-from baton.wire.engine_messages import LogprobLine, WireError, logprob_lines, numbers, tokens_of
+from baton.core.routing.identity import AttemptId, ChoiceAttempt
+from baton.wire.engine_messages import LogprobLine, WireError, logprob_lines, numbers, shaped_prompt, tokens_of
 from baton.wire.router_messages import HeartbeatMessage, HeldChoiceMessage, HeldGroup, check_group, check_tokens, keys_of
 
 
-def heartbeat_of(beat: HeartbeatMessage, attempts: Mapping[int, ChoiceAttempt]) -> Heartbeat:
-    """The heartbeat as the router takes it. `attempts` is by serial; notes of other serials are left out."""
+def heartbeat_of(
+    beat: HeartbeatMessage, attempts: Mapping[int, ChoiceAttempt], unanswered: AttemptId | None = None
+) -> Heartbeat:
+    """The heartbeat as the router takes it. `attempts` is by serial; notes of other serials are left out. `unanswered`: the
+    attempt that has waited longest for an answer from there."""
     names = CachedKeysChanged(beat.fresh, keys_of(beat.named), keys_of(beat.forgotten))
     notes = tuple(
         PhaseReport(attempts[serial], phase, ago_us) for serial, phase, ago_us in beat.notes if serial in attempts
     )  # fmt: skip
     preempted = tuple((attempts[serial], count) for serial, count in beat.preempted if serial in attempts)
     return Heartbeat(
-        beat.gauges, beat.engine_silent_us, beat.computing, names, notes, preempted, beat.engine_runs, beat.step_limit_us
-    )
+        beat.gauges, beat.engine_silent_us, beat.computing, names, notes, preempted, beat.engine_runs, beat.step_limit_us,
+        beat.router_silent_us, unanswered,
+    )  # fmt: skip
 
 
 def tokens_left(submission: Submission, context_tokens: int) -> int:
@@ -69,6 +73,7 @@ def _held_choice(message: HeldGroup, line: HeldChoiceMessage, submission: Submis
         cached_tokens=line.cached_tokens,
         end=line.ended,
         preemptions=max(line.preemptions, submission.preemptions),
+        prompt_extras=_prompt_extras(line, submission, join.vocabulary),
     )
 
 
@@ -83,6 +88,22 @@ def _extras(line: HeldChoiceMessage, counts: list[int], vocabulary: int) -> tupl
     if [len(row) for row in rows] != counts:
         raise WireError(f"tokens of serial {line.serial} without their log-probabilities")
     return tuple(item for row in rows for item in row)
+
+
+def _prompt_extras(line: HeldChoiceMessage, submission: Submission, vocabulary: int) -> tuple[PromptLogprobs, ...] | None:
+    if submission.sampling.prompt_logprobs is None or not line.prompt_logprobs:
+        return None
+    made = tuple(map(shaped_prompt, line.prompt_logprobs))
+    for item in made:
+        check_prompt_lines(item, submission, vocabulary)
+    return made
+
+
+def check_prompt_lines(item: PromptLogprobs, submission: Submission, vocabulary: int) -> None:
+    """Raise WireError unless the lines are of tokens of the prompt and every id is in the vocabulary."""
+    if item.end > len(submission.prompt):
+        raise WireError(f"log-probabilities up to position {item.end} of a prompt of {len(submission.prompt)} tokens")
+    check_tokens(item.top_ids.reshape(-1), vocabulary)
 
 
 def checked_lines(item: Logprobs, count: int, vocabulary: int) -> list[LogprobLine]:

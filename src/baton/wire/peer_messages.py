@@ -39,7 +39,7 @@ from baton.wire.engine_messages import (
     shaped,
 )
 
-PEERING_VERSION = 5
+PEERING_VERSION = 7
 LAYERS_MAX = 1024
 TRANSFERS_MAX = 8
 

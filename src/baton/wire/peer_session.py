@@ -20,6 +20,7 @@ from enum import Enum, StrEnum
 from typing import NamedTuple
 
 from baton.core.config import ROLES
+from baton.core.engine.request import named_tokens
 from baton.core.handover.messages import Ask, Commit, PeerEvent, PeerId, PeerLost, PeerMessage, PeerOpened
 from baton.wire.engine_messages import WireError
 from baton.wire.peer_messages import (
@@ -165,7 +166,7 @@ def _check_tokens(message: PeerMessage, vocabulary: int) -> None:
     match message:
         case Ask(_, _, submission):
             sampling = submission.sampling
-            ids = [int(submission.known.max()), *sampling.stop_token_ids, *(token for token, _ in sampling.logit_bias)]
+            ids = [int(submission.known.max()), *named_tokens(sampling)]
         case Commit():
             ids = [message.token]
             if message.logprobs is not None and message.logprobs.top_ids.size:

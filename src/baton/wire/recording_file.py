@@ -167,7 +167,7 @@ def _unpacked(body: memoryview, at: int) -> Any:
         if not reader.eof:
             raise BadRecording(f"the frame at byte {at} has more than {BODY_BYTES_MAX} bytes")
         return msgspec.msgpack.decode(data)
-    except (zlib.error, ValueError) as error:
+    except (zlib.error, ValueError, RecursionError) as error:
         raise BadRecording(f"the recording is damaged at byte {at}: {error}") from None
 
 

@@ -2,8 +2,9 @@
 
 A mask is drawn for each recording. Token ids become others by a permutation, so that equal prefixes stay equal and a stop
 token still stops; byte strings (keys of the prefix cache, salts, secrets, request bodies) become hashes of the same length;
-names of tenants become numbers. This is no encryption: who knows what some of the text was can learn what other tokens are,
-and lengths, times and the settings are as they were.
+names of tenants become numbers, and the grammar that an answer must match a hash, because deciding code never reads it. This
+is no encryption: who knows what some of the text was can learn what other tokens are, and lengths, times and settings are
+as they were.
 
 Byte strings are masked wherever they are. Integers are masked where the tables below say that a field holds token ids.
 """
@@ -22,7 +23,7 @@ from baton.core.content_hashes import KEY_BYTES
 from baton.core.engine.plan import Logprobs, Start, StepResult
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.records import Request, Settled
-from baton.core.engine.request import Sampling, Submission
+from baton.core.engine.request import Constraint, PromptLogprobs, Sampling, Submission
 from baton.core.engine.slots import Slots
 from baton.core.handover.messages import Commit
 from baton.core.handover.prefill_handovers import PrefillHandover
@@ -47,16 +48,24 @@ class Mark(Enum):
     TOKEN_BYTES = "token ids as bytes"  # noqa: S105  no password
     KEYS = "keys of the prefix cache, one after the other"
     NUMBERS = "numbers as bytes, or a fingerprint: shown as they are"
+    TEXT = "text that a client wrote"
     TENANT = "the name of a tenant"
     VOCABULARY = "the number of token ids"
 
 
 MARKS: dict[type, dict[str, Mark]] = {
     Submission: {"prompt": Mark.TOKENS, "generated": Mark.TOKENS},
-    Sampling: {"stop_token_ids": Mark.TOKENS, "logit_bias": Mark.TOKENS},
+    Sampling: {
+        "stop_token_ids": Mark.TOKENS,
+        "logit_bias": Mark.TOKENS,
+        "allowed_token_ids": Mark.TOKENS,
+        "bad_words": Mark.TOKENS,
+    },
+    Constraint: {"source": Mark.TEXT},
     Start: {"tokens": Mark.TOKENS},
     StepResult: {"tokens": Mark.TOKENS},
     Logprobs: {"top_ids": Mark.TOKENS},
+    PromptLogprobs: {"top_ids": Mark.TOKENS},
     Settled: {"tokens": Mark.TOKENS},
     Request: {"outputs": Mark.TOKENS},
     Slots: {"stop_ids": Mark.TOKENS, "_outputs": Mark.TOKENS},
@@ -134,6 +143,8 @@ class RecordingMask:
             return self._bytes(value, mark)
         if mark is Mark.TOKENS and type(value) is int:
             return int(self.tokens(np.array([value], dtype=np.int64))[0])
+        if mark is Mark.TEXT and type(value) is str:
+            return hashlib.blake2b(self._key + value.encode(), digest_size=KEY_BYTES).hexdigest()
         if mark is Mark.TENANT and type(value) is str and value:
             return f"tenant-{self.opaque(value.encode())[:6].hex()}"
         if mark is Mark.VOCABULARY and 0 < value < TOKEN_IDS:

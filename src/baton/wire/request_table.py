@@ -30,7 +30,7 @@ import msgspec
 from baton.core.engine.ended import EndedRequest
 from baton.core.engine.gauges import PeerTraffic, StoreTraffic
 from baton.core.engine.orders import Accepted, Cancel, StopAt, Submit
-from baton.core.engine.request import Submission
+from baton.core.engine.request import PromptLogprobs, Submission
 from baton.core.errors import BatonError, Refusal
 from baton.core.state_machine import FastEnum, StateMachine
 from baton.wire.engine_messages import (
@@ -119,6 +119,7 @@ class RequestProgress(msgspec.Struct, frozen=True):
     cached_tokens: int | None
     """Prompt tokens found in the prefix cache; set with the first token."""
     ended: EndedRequest | None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class EngineReady(msgspec.Struct, frozen=True):
@@ -152,13 +153,16 @@ class StepColumns(msgspec.Struct, frozen=True):
     """By serial: prompt tokens found in the prefix cache, with its first token."""
     ended: dict[int, EndedRequest]
     """By serial."""
+    prompt_logprobs: dict[int, PromptLogprobs]
+    """By row, where asked for."""
 
     def rows(self) -> Iterator[RequestProgress]:
         """The same, one object per request; ends without a row come last."""
         over = dict(self.ended)
         for row, (serial, begin, end) in enumerate(zip(self.serials, self.begins, self.ends, strict=True)):
             tokens, cached = self.tokens[begin:end], self.cached.get(serial)
-            yield RequestProgress(serial, tokens, self.logprobs.get(row), cached, over.pop(serial, None))
+            prompt = self.prompt_logprobs.get(row)
+            yield RequestProgress(serial, tokens, self.logprobs.get(row), cached, over.pop(serial, None), prompt)
         for serial, ended in over.items():
             yield RequestProgress(serial, [], None, None, ended)
 
@@ -349,7 +353,9 @@ def _columns(
     ends = list(accumulate(rows.counts))
     begins = [end - count for end, count in zip(ends, rows.counts, strict=True)]
     if not unreported:  # the usual case
-        return StepColumns(rows.serials, begins, ends, rows.tokens, rows.logprobs, cached, ended)
+        return StepColumns(
+            rows.serials, begins, ends, rows.tokens, rows.logprobs, cached, ended, rows.prompt_logprobs
+        )  # fmt: skip
     left_out = set(unreported)
     kept = [row for row in range(len(rows.serials)) if row not in left_out]
     return StepColumns(
@@ -360,6 +366,7 @@ def _columns(
         {place: rows.logprobs[row] for place, row in enumerate(kept) if row in rows.logprobs},
         cached,
         ended,
+        {place: rows.prompt_logprobs[row] for place, row in enumerate(kept) if row in rows.prompt_logprobs},
     )
 
 

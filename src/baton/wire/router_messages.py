@@ -23,6 +23,7 @@ import numpy as np
 from msgspec import Meta
 
 from baton.core.bounds import (
+    INCARNATION_MAX,
     Address,
     Count,
     Long,
@@ -36,12 +37,13 @@ from baton.core.engine.gauges import SchedulerGauges
 from baton.core.engine.orders import Accepted, Cancel, Drain, StopAt
 from baton.core.engine.plan import Logprobs
 from baton.core.engine.prefix import KEY_BYTES
-from baton.core.engine.request import Submission, Tokens
+from baton.core.engine.request import PromptLogprobs, Submission, Tokens, named_tokens
 from baton.core.routing.events import MEMBERSHIP_VERSION, Join
 from baton.wire.engine_messages import (
     RefusedMessage,
     StepOutput,
     WireError,
+    asked_bytes,
     decoded,
     decoded_array,
     encoded_array,
@@ -101,6 +103,8 @@ class HeldChoiceMessage(WireMessage, array_like=True, frozen=True):
     ended: EndedRequest | None
     preemptions: Long = 0
     """How often it was preempted so far, here and before it came here."""
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    """As they came, in order of position; `row` means nothing."""
 
 
 class HeldGroup(WireMessage, tag="held", frozen=True):
@@ -134,6 +138,8 @@ class HeartbeatMessage(WireMessage, tag="beat", frozen=True):
     """Whether the process of a silent engine uses a CPU or waits for one."""
     step_limit_us: Long = 60_000_000
     """Time after which a step that has not ended is a stall."""
+    router_silent_us: Long = 0
+    """Time since anything of the router came here: it learns from it that its direction is silent."""
 
 
 class Leaving(WireMessage, tag="leaving", frozen=True):
@@ -150,11 +156,15 @@ class Welcome(WireMessage, tag="welcome", frozen=True):
     router: Name
     beat_us: Positive
     orphan_grace_us: Long
+    keyed: bool = False
+    """Whether clients of the router need an API key."""
 
 
 class TurnedAway(WireMessage, tag="turned_away", frozen=True):
     reason: Reason
     fenced: bool
+    known_incarnation: Annotated[int, Meta(ge=0, le=INCARNATION_MAX)] = 0
+    """Where fenced: the later incarnation of this name that the router knows."""
 
 
 class PlaceAttempt(WireMessage, tag="place", frozen=True):
@@ -215,6 +225,7 @@ def decode_from_instance(frame: bytes) -> FromInstance:
                 raise WireError(f"a refusal of {len(text)} characters")
         case Join():
             _check_version(frame)
+            _check_printable(message)
         case HeldGroup(group, choices, body_choices):
             _check_choices(group, choices, body_choices)
             return msgspec.structs.replace(message, group=with_shared_prompts(group))
@@ -241,6 +252,14 @@ def _check_version(frame: bytes) -> None:
         raise WireError(f"it speaks version {version} of the membership, this router {MEMBERSHIP_VERSION}")
 
 
+def _check_printable(join: Join) -> None:
+    """Names are logged and shown: one with control characters could forge lines of a log or hide another."""
+    for field in ("name", "role", "url", "peer_address"):
+        text = str(msgspec.structs.asdict(join)[field])
+        if not (text.isascii() and text.isprintable()):
+            raise WireError(f"the {field} of its join is not of printable ASCII characters: {text!a}")
+
+
 def _check_choices(group: tuple[Submission, ...], choices: tuple[int, ...], of: int) -> None:
     if len(group) != len(choices):
         raise WireError(f"{len(group)} submissions are said to be the {len(choices)} choices {choices[:8]}")
@@ -254,7 +273,7 @@ def check_group(group: tuple[Submission, ...], vocabulary: int) -> None:
         check_tokens(submission.prompt, vocabulary)
         check_tokens(submission.generated, vocabulary)
         sampling = submission.sampling
-        if any(not 0 <= token < vocabulary for token in (*sampling.stop_token_ids, *dict(sampling.logit_bias))):
+        if any(not 0 <= token < vocabulary for token in named_tokens(sampling)):
             raise UnknownToken
         had, most = len(submission.generated), submission.max_tokens
         if had and most is not None and had >= most:
@@ -269,21 +288,17 @@ def held_bytes(held: HeldGroup) -> int:
 
 def _asked_bytes(item: Submission) -> int:
     texts = len(item.request_id) + len(item.leader or "") + len(item.prefill_at)
-    listed = len(item.sampling.logit_bias) + len(item.sampling.stop_token_ids)
-    return 512 + prompt_bytes(item) + len(item.salt) + 4 * texts + 32 * listed
+    return 512 + asked_bytes(item) + len(item.salt) + 4 * texts
 
 
-def prompt_bytes(item: Submission) -> int:
-    """Encoded bytes of its prompt and outputs."""
-    return item.generated.nbytes + (item.prompt.nbytes if item.leader is None else 0)
-
-
-def logprob_bytes(item: Logprobs) -> int:
-    return item.chosen.nbytes + item.top_ids.nbytes + item.top.nbytes
+def logprob_bytes(item: Logprobs | PromptLogprobs) -> int:
+    ranks = item.ranks.nbytes if isinstance(item, PromptLogprobs) else 0
+    return item.chosen.nbytes + ranks + item.top_ids.nbytes + item.top.nbytes
 
 
 def _line_bytes(line: HeldChoiceMessage) -> int:
     logprobs = sum(32 + logprob_bytes(item) for item in line.logprobs)
+    logprobs += sum(40 + logprob_bytes(item) for item in line.prompt_logprobs)
     reason = 0 if line.ended is None or line.ended.fault is None else 4 * len(line.ended.fault.reason)
     return 256 + len(line.counts) + len(line.tokens) + logprobs + reason
 

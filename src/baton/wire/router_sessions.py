@@ -22,6 +22,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from msgspec import Struct
+
 from baton.core.bounds import REASON_CHARS_MAX
 from baton.core.engine.orders import Accepted, Cancel, Drain, StopAt
 from baton.core.engine.request import Submission
@@ -69,9 +71,10 @@ from baton.core.routing.router import Router
 from baton.core.state_machine import FastEnum, StateMachine
 from baton.wire import request_table
 from baton.wire import router_messages as membership
-from baton.wire.engine_messages import RefusedMessage, StepOutput, ToEngine, WireError
+from baton.wire.engine_messages import RefusedMessage, StepOutput, ToEngine, WireError, asked_bytes
 from baton.wire.membership_decoding import (
     check_lines,
+    check_prompt_lines,
     heartbeat_of,
     held_of,
     tokens_left,
@@ -101,8 +104,7 @@ RECENT_MAX = 4096
 """Requests of a session whose phase notes are still matched after they have ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class SayToInstance:
+class SayToInstance(Struct, frozen=True, gc=False):
     session: Session
     message: FromRouter
 
@@ -160,7 +162,7 @@ class _SentChoice:
     sent: _SentAttempt
     left: int
     """Tokens that it may still yield."""
-    logprobs: bool
+    submission: Submission
     serial: int | None = None
     is_reported: bool = True
     """Whether its output is passed to the router: until the router cancels it."""
@@ -200,7 +202,7 @@ class _InstanceSession:
     bytes: int = 0
     attempts: dict[AttemptId, _SentAttempt] = field(default_factory=dict)
     tickets: dict[int, _SentAttempt] = field(default_factory=dict)
-    """Attempts that the instance has not answered and that are not abandoned."""
+    """Attempts that the instance has not answered and that are not abandoned; in the order sent."""
     running: dict[int, _SentChoice] = field(default_factory=dict)
     """By serial: choices that have not ended and that the request table reports."""
     recent: dict[int, ChoiceAttempt] = field(default_factory=dict)
@@ -213,9 +215,11 @@ class _InstanceSession:
 
 
 class RouterSessions:
-    def __init__(self, router: Router, name: str) -> None:
+    def __init__(self, router: Router, name: str, *, keyed: bool = False) -> None:
+        """`keyed`: whether clients of this router need an API key."""
         self.router = router
         self._name = name
+        self._keyed = keyed
         self._sessions: dict[Session, _InstanceSession] = {}
         self._sessions_made = 0
         self._requests_made = 0
@@ -255,7 +259,9 @@ class RouterSessions:
             case StepOutput():
                 return self._on_step(session, message, now_us)
             case HeartbeatMessage():
-                return self._handle(HeartbeatCame(number, heartbeat_of(message, session.recent)), now_us)
+                oldest = next(iter(session.tickets.values()), None)
+                sign = heartbeat_of(message, session.recent, None if oldest is None else oldest.id)
+                return self._handle(HeartbeatCame(number, sign), now_us)
             case Accepted():
                 return self._accepted(session, message, now_us)
             case RefusedMessage():
@@ -425,8 +431,9 @@ class RouterSessions:
                 acts.append(SayToInstance(number, Drain()))
             case AdmitInstance():
                 acts += self._admit(session, effect)
-            case RejectInstance(number, reason, fenced):
-                acts += [SayToInstance(number, TurnedAway(reason[:REASON_CHARS_MAX], fenced)), self._close(session, reason)]
+            case RejectInstance(number, reason, fenced, known):
+                answer = TurnedAway(reason[:REASON_CHARS_MAX], fenced, known)
+                acts += [SayToInstance(number, answer), self._close(session, reason)]
             case CloseSession(_, reason):
                 acts.append(self._close(session, reason))
 
@@ -441,7 +448,7 @@ class RouterSessions:
         context = session.joined().context_tokens
         for choice, item in zip(send.choices, send.group, strict=True):
             which = ChoiceAttempt(send.attempt.request, choice, send.attempt.attempt)
-            sent.choices[choice] = _SentChoice(which, sent, tokens_left(item, context), item.sampling.logprobs is not None)
+            sent.choices[choice] = _SentChoice(which, sent, tokens_left(item, context), item)
         session.attempts[send.attempt] = session.tickets[message.ticket] = sent
         return SayToInstance(
             session.number, PlaceAttempt(message.ticket, message.group, send.choices, send.body_choices, send.origin)
@@ -450,14 +457,13 @@ class RouterSessions:
     def _admit(self, session: _InstanceSession, admit: AdmitInstance) -> list[Act]:
         config, context = self.router.config, session.joined().context_tokens
         self._move(session, RouterSessionMove.ADMIT)
-        acts: list[Act] = [SayToInstance(session.number, Welcome(self._name, config.beat_us, config.orphan_grace_us))]
+        welcome = Welcome(self._name, config.beat_us, config.orphan_grace_us, self._keyed)
+        acts: list[Act] = [SayToInstance(session.number, welcome)]
         for serial, which in admit.keep:
             choice = session.held.pop(serial)
             sent = session.attempts.setdefault(which.group, _SentAttempt(which.group, None))
             left = tokens_left(choice.submission, context) - len(choice.tokens)
-            run = sent.choices[which.choice] = _SentChoice(
-                which, sent, left, choice.submission.sampling.logprobs is not None
-            )
+            run = sent.choices[which.choice] = _SentChoice(which, sent, left, choice.submission)
             if choice.end is None:
                 session.table.adopt(serial)
                 _start_choice(session, run, serial)
@@ -503,19 +509,23 @@ def _token_events(session: _InstanceSession, step: StepColumns) -> list[TokensCa
     if len(frozenset(serials)) != len(serials):
         raise WireError("two rows of one request in one step")
     ends = dict(step.ended)
-    extras, cached = step.logprobs, step.cached
+    extras, prompts, cached = step.logprobs, step.prompt_logprobs, step.cached
     news: list[TokensCame] = []
     for row, (serial, begin, end) in enumerate(zip(serials, step.begins, step.ends, strict=True)):
         run = runs[serial]
         run.left -= end - begin
         if begin > end or run.left < 0:
             raise WireError(f"{end - begin} tokens of serial {serial}, which may have {run.left + end - begin}")
-        lines = extras.get(row) if run.logprobs else None
+        sampling = run.submission.sampling
+        lines = extras.get(row) if sampling.logprobs is not None else None
         if lines is not None:  # an executor may compute none
             check_lines(lines, end - begin, vocabulary)
+        prompt = prompts.get(row) if sampling.prompt_logprobs is not None else None
+        if prompt is not None:
+            check_prompt_lines(prompt, run.submission, vocabulary)
         if run.is_reported:
-            hit = cached.get(serial)
-            news.append(TokensCame(number, run.id, tokens[begin:end], lines, hit, ends.pop(serial, None)))
+            hit, parts = cached.get(serial), None if prompt is None else (prompt,)
+            news.append(TokensCame(number, run.id, tokens[begin:end], lines, hit, ends.pop(serial, None), parts))
         else:
             ends.pop(serial, None)
     for serial, over in ends.items():
@@ -576,7 +586,7 @@ def _release_if_over(session: _InstanceSession, sent: _SentAttempt) -> list[Act]
 
 
 def _too_large(group: Sequence[Submission], origin: bytes) -> Refusal | None:
-    size = len(origin) + sum(item.prompt.nbytes + item.generated.nbytes for item in group)
+    size = len(origin) + sum(map(asked_bytes, group))
     if len(group) > GROUP_MAX:
         text = f"the body asks for {len(group)} sequences; at most {GROUP_MAX} can be asked for"
     elif len(origin) > ORIGIN_BYTES_MAX or size > PLACE_BYTES_MAX:

@@ -4,10 +4,10 @@
 
 Owns the stage of the connection, its deadlines and what is to be written. Pure: no socket, clock or random source, so that
 asyncio (`node.sealed_connection`) and the simulated network (`sim.lines`) drive the same object. A driver passes received
-bytes to `receive`, writes `output()` after each call, calls `tick` when `next_deadline` has come, and says with `unread` how
-many written bytes the other side has not read. The network keeps bytes in order and repeats what it lost (TCP); nothing is
-numbered for that here. One connection is one session: what one had not delivered is lost with it, and nothing of it can
-reach the next, because both nonces are part of every key.
+bytes to `receive`, writes `output()` after each call, calls `tick` when `next_deadline` has come, and says with `unread`,
+after each write and tick, how many written bytes the other side has not read. The network keeps bytes in order and repeats
+what it lost (TCP); nothing is numbered for that here. One connection is one session: what one had not
+delivered is lost with it, and nothing of it can reach the next, because both nonces are part of every key.
 
     UNPROVED ──both have proved that they hold the key──▶ OPEN ──▶ OVER
         └──────── too late, invalid bytes, end of stream ──────────▶┘
@@ -31,6 +31,8 @@ from baton.wire.seal import OVERHEAD_BYTES, Seal, SealBroken, SealSide
 
 UNREAD_BYTES_MAX = FRAME_BYTES_MAX + (64 << 20)
 """Bytes written and not read by the other side; more than any one frame."""
+UNREAD_SHARE = 64
+"""Who has more than the limit unread reads at least this part of the limit in every `unread_us`."""
 UNPROVED_MAX = 64
 """Accepted connections that have proved nothing yet; beyond it the oldest is closed."""
 CONNECTIONS_MAX = 256
@@ -86,10 +88,12 @@ class StreamConfig:
     """An open connection on which nothing came for so long is ended; None: never."""
     frame_bytes_max: int = FRAME_BYTES_MAX
     unread_bytes_max: int = UNREAD_BYTES_MAX
-    """A connection with more written bytes that the other side has not read is ended."""
+    unread_us: int = 1_000_000
+    """A connection with more written bytes than `unread_bytes_max` that the other side does not read is ended after so long.
+    One burst may be larger (many long prompts for an instance that joined) and takes its time to be read."""
 
     def __post_init__(self) -> None:
-        for name in ("handshake_us", "heartbeat_us", "silent_us", "frame_bytes_max", "unread_bytes_max"):
+        for name in ("handshake_us", "heartbeat_us", "silent_us", "frame_bytes_max", "unread_bytes_max", "unread_us"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise BadConfig(f"{name} must be at least 1, not {value}")
@@ -119,6 +123,11 @@ class SealedStream:
         self._moves = dict.fromkeys(STREAM_TRANSITIONS, 0)
         self._began_us: int | None = None
         self._heard_us = self._sent_us = 0
+        self._written_bytes = 0
+        self._read_bytes = 0
+        """What the other side had read at `_crowded_us`."""
+        self._crowded_us: int | None = None
+        """Since when more than the limit is unread and the other side reads too little; None: there is no more."""
         self._output = [self._seal.outgoing()]
 
     def begin(self, now_us: int) -> None:
@@ -134,6 +143,10 @@ class SealedStream:
         """The name of the other side, once it has proved that it holds the key."""
         return self._seal.peer_name
 
+    def silent_us(self, now_us: int) -> int:
+        """Time since bytes of the other side last came."""
+        return max(0, now_us - self._heard_us)
+
     def moves(self) -> dict[tuple[ConnectionStage, StreamMove], int]:
         """How often each transition was taken."""
         return dict(self._moves)
@@ -146,6 +159,7 @@ class SealedStream:
             return b""
         output = b"".join(self._output)
         self._output.clear()
+        self._written_bytes += len(output)
         return output
 
     def receive(self, data: bytes, now_us: int) -> Received:
@@ -182,12 +196,19 @@ class SealedStream:
         for frame in frames:
             self._put(self._seal.seal(frame), now_us)
 
-    def unread(self, waiting_bytes: int) -> ConnectionEnd | None:
-        """The other side has not read so many of the written bytes; ends the connection where that is too much."""
+    def unread(self, waiting_bytes: int, now_us: int) -> ConnectionEnd | None:
+        """The other side has not read so many of the written bytes. Ends the connection where that is more than the limit
+        and does not become less in time."""
         limit = self._config.unread_bytes_max
         if waiting_bytes <= limit + OVERHEAD_BYTES:
+            self._crowded_us = None
             return None
-        return self.end(ConnectionFault.NOT_READING, f"it has not read {waiting_bytes} bytes; the limit is {limit}")
+        read_bytes = self._written_bytes - waiting_bytes
+        if self._crowded_us is None or read_bytes - self._read_bytes > limit // UNREAD_SHARE:
+            self._crowded_us, self._read_bytes = now_us, read_bytes
+        if now_us - self._crowded_us < self._config.unread_us:
+            return None
+        return self.end(ConnectionFault.NOT_READING, f"it does not read {waiting_bytes} bytes; the limit is {limit}")
 
     # ── time ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -199,6 +220,9 @@ class SealedStream:
                 silent_us, heartbeat_us = self._config.silent_us, self._config.heartbeat_us
                 silent_at = None if silent_us is None else self._heard_us + silent_us
                 beat_at = None if heartbeat_us is None else self._sent_us + heartbeat_us
+                if self._crowded_us is not None:
+                    crowded_at = self._crowded_us + self._config.unread_us
+                    return min(at for at in (silent_at, beat_at, crowded_at) if at is not None)
                 if silent_at is None or beat_at is None:
                     return silent_at if beat_at is None else beat_at
                 return min(silent_at, beat_at)
@@ -208,7 +232,8 @@ class SealedStream:
     def tick(self, now_us: int) -> ConnectionEnd | None:
         """Do what is due: a sign of life, or the end of a connection that is silent or unproved for too long.
 
-        Pass on received bytes first: after a pause of this process they show that the other side lives.
+        Pass on received bytes first: after a pause of this process they show that the other side lives. Call `unread`
+        afterwards, which has a deadline too.
         """
         config = self._config
         if self._stage is ConnectionStage.UNPROVED:

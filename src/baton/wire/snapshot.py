@@ -25,6 +25,7 @@ import enum
 import functools
 import importlib
 import operator
+import re
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -51,6 +52,8 @@ _AS_THEY_ARE = frozenset({type(None), bool, float, str, bytes})
 SCALARS = frozenset({type(None), bool, int, float, str, bytes})
 _VIEWS = frozenset({"keys", "values", "items", "get"})
 """Methods of built-in containers that an object may keep."""
+_DTYPE = re.compile(r"[<>|][biufc][0-9]{1,2}")
+"""Of an array of numbers, as numpy writes it."""
 DICTS: tuple[type[dict[Any, Any]], ...] = (dict, OrderedDict, Counter)
 
 
@@ -468,9 +471,11 @@ class GraphDecoder:
             version, classes, self._top, self._bodies = msgspec.msgpack.decode(data)
             if version != FORMAT:
                 raise BadSnapshot(f"the snapshot has format {version!r}, and this version reads format {FORMAT}")
-            self._classes = [(_named(module, name), tuple(names)) for module, name, names in classes]
-        except (msgspec.DecodeError, ValueError, TypeError) as error:
+            listed = msgspec.convert(classes, list[tuple[str, str, tuple[str, ...]]])
+            self._bodies = msgspec.convert(self._bodies, list[list[Any]])
+        except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
             raise BadSnapshot(f"this is no snapshot: {error}") from None
+        self._classes = [(_named(module, name), names) for module, name, names in listed]
         self._hashes = hashes
         self._made: list[Any] = [_ABSENT] * len(self._bodies)
         self._depth = 0
@@ -487,7 +492,7 @@ class GraphDecoder:
                 if body[0] != Kind.OBJECT:
                     self._fill(body, made)
             return self._value(self._top)
-        except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        except (TypeError, ValueError, LookupError, AttributeError, OverflowError, RecursionError) as error:
             raise BadSnapshot(f"the snapshot is damaged: {type(error).__name__}: {error}") from None
 
     def _shell(self, number: int) -> Any:
@@ -581,7 +586,7 @@ class GraphDecoder:
             case Kind.ARRAY:
                 return _array_of(*body[1:])
             case Kind.BYTE_ARRAY:
-                return bytearray(body[1])
+                return _byte_array(body[1])
             case Kind.STRUCT:
                 return self._struct(body)
             case Kind.OBJECT:
@@ -640,6 +645,12 @@ def _put(made: dict[Any, Any], keys: Sequence[Any], values: Sequence[Any]) -> No
         made[key] = value  # noqa: PERF403  of a Counter, update would add
 
 
+def _byte_array(data: Any) -> bytearray:
+    if type(data) is not bytes:  # of a number, Python would make as many bytes
+        raise BadSnapshot(f"a {type(data).__name__} in place of bytes")
+    return bytearray(data)
+
+
 def _array_of(dtype: str, shape: list[int], data: bytes, writeable: bool) -> npt.NDArray[Any]:
     array = np.frombuffer(data, dtype=_dtype(dtype)).reshape(shape).copy()
     array.setflags(write=writeable)
@@ -647,10 +658,9 @@ def _array_of(dtype: str, shape: list[int], data: bytes, writeable: bool) -> npt
 
 
 def _dtype(name: str) -> np.dtype[Any]:
-    found = np.dtype(name)
-    if found.hasobject:
-        raise BadSnapshot(f"an array of {name!r}")
-    return found
+    if not _DTYPE.fullmatch(name):  # numpy would parse a small language here
+        raise BadSnapshot(f"an array of {name[:40]!r}")
+    return np.dtype(name)
 
 
 def _constant(module: str, name: str) -> Any:

@@ -31,6 +31,9 @@ def part_of(output: StepOutput, serials: list[int], rows: list[bool], ended: lis
         tuple(start for start in output.started if start.serial in taken),
         tuple(ended),
         output.gauges,
+        prompt_logprobs=tuple(
+            msgspec.structs.replace(item, row=int(places[item.row])) for item in output.prompt_logprobs if rows[item.row]
+        ),
     )
 
 

@@ -9,7 +9,7 @@ from baton.core.engine.request import Submission
 from baton.core.routing.events import Session
 from baton.core.routing.identity import RequestNumber
 from baton.core.routing.router import Router
-from baton.wire.engine_messages import StepOutput
+from baton.wire.engine_messages import StepOutput, asked_bytes
 from baton.wire.flight_recorder import CALL_BYTES, CallWatch
 from baton.wire.router_messages import FromInstance
 from baton.wire.router_sessions import Act, RouterSessions
@@ -65,7 +65,7 @@ def weight_of(arguments: tuple[Any, ...]) -> int:
     """Estimated bytes of a recorded call."""
     if len(arguments) == 4 and type(arguments[2]) is bytes:  # submit
         group: tuple[Submission, ...] = arguments[1]
-        return CALL_BYTES + len(arguments[2]) + sum(item.prompt.nbytes + item.generated.nbytes for item in group)
+        return CALL_BYTES + len(arguments[2]) + sum(map(asked_bytes, group))
     if len(arguments) == 3 and type(arguments[1]) is StepOutput:
         rows = len(arguments[1].serials) // 8
         return CALL_BYTES + ROW_BYTES * rows

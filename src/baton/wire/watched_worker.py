@@ -7,6 +7,7 @@ from typing import Any
 from baton.core.engine.change_journal import EngineChanges
 from baton.core.engine.orders import Submit
 from baton.core.engine.worker import Effect, Event, StepDone, Worker
+from baton.wire.engine_messages import asked_bytes
 from baton.wire.flight_recorder import CALL_BYTES, CallWatch
 
 METHODS = ("handle", "changes")
@@ -35,5 +36,5 @@ def weight_of(arguments: tuple[Any, ...]) -> int:
     if type(event) is StepDone:
         return CALL_BYTES + ROW_BYTES * len(event.result.slots)
     if type(event) is Submit:
-        return CALL_BYTES + sum(item.prompt.nbytes + item.generated.nbytes for item in event.group)
+        return CALL_BYTES + sum(map(asked_bytes, event.group))
     return CALL_BYTES

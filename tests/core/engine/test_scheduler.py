@@ -489,4 +489,5 @@ def test_a_delivery_carries_whole_rows() -> None:
 def test_outcomes_name_every_way_a_step_can_go() -> None:
     assert {outcome.name for outcome in RowOutcome} == {
         "TOKENS", "NOTHING_CHUNK_UNFINISHED", "NOTHING_EMPTY_SLOT", "NOTHING_OUT_OF_BLOCKS", "PREEMPTED",
+        "CONSTRAINT_FAILED", "SAT_OUT",
     }  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,8 +35,9 @@ from baton.core.routing.events import (
     TellPrefillPeers,
 )
 from baton.core.routing.fleet_members import FENCE_US, SECOND_LOOK_US, FleetMembers, MemberMove
+from baton.core.routing.identity import AttemptId
 from baton.core.routing.router import SETTLE_US
-from tests.support.routing import Bench, ended, facts, held, submission
+from tests.support.routing import Bench, ended, facts, held, submission, which
 
 
 def changes(bench: Bench) -> list[tuple[str, str]]:
@@ -87,7 +90,7 @@ def test_an_older_life_is_fenced_and_a_newer_one_takes_its_place() -> None:
     bench.join(facts("a", incarnation=5))
     _, send = bench.open(submission("x"))
     old = bench.join(facts("a", incarnation=4))
-    assert bench.of(RejectInstance) == [RejectInstance(old, bench.of(RejectInstance)[0].reason, fenced=True)]
+    assert bench.of(RejectInstance) == [RejectInstance(old, bench.of(RejectInstance)[0].reason, True, known_incarnation=5)]
     assert "5" in bench.of(RejectInstance)[0].reason
     assert changes(bench) == [("a", "fenced")]
     bench.join(facts(str(bench.router.fleet.members[send.session].name), incarnation=6))
@@ -325,6 +328,109 @@ def test_time_in_which_an_engine_is_silent_is_no_time_of_its_step() -> None:
         )
         bench.tell(HeartbeatCame(session, sign))
         assert not bench.of(CloseSession)
+
+
+BEAT_US, DEAF_US = RouterConfig().beat_us, RouterConfig().deaf_us
+
+
+def beat_after(bench: Bench, after_us: int, signs: dict[Session, Heartbeat]) -> None:
+    """Time passes, and these beats come."""
+    bench.now_us += after_us
+    bench.tell(DeadlineCame())
+    for session, sign in signs.items():
+        bench.tell(HeartbeatCame(session, sign))
+
+
+def sign(silent_us: int = 0, unanswered: AttemptId | None = None, limit_us: int = 60_000_000) -> Heartbeat:
+    return Heartbeat(SchedulerGauges(), 0, False, step_limit_us=limit_us, router_silent_us=silent_us, unanswered=unanswered)
+
+
+def test_an_instance_that_hears_nothing_of_the_router_is_removed_and_its_requests_go_on() -> None:
+    bench = Bench()
+    sessions = [bench.join(facts("a")), bench.join(facts("b"))]
+    _, send = bench.open(submission("x"))
+    heard_us = bench.now_us
+    while send.session in bench.router.fleet.members:
+        assert bench.now_us - heard_us < DEAF_US + BEAT_US
+        silent_us = bench.now_us + BEAT_US - heard_us
+        ours = {each: sign(0) for each in sessions if each != send.session}
+        beat_after(bench, BEAT_US, ours | {send.session: sign(silent_us)})
+    assert bench.now_us - heard_us >= DEAF_US
+    assert [item.session for item in bench.of(CloseSession)] == [send.session]
+    assert "heard nothing of this router" in bench.of(CloseSession)[0].reason
+    assert [item.session != send.session for item in bench.of(SendAttempt)] == [True]
+
+
+def test_a_router_that_slept_blames_nobody_for_hearing_nothing_meanwhile() -> None:
+    bench = Bench()
+    session = bench.join(facts("a"))
+    beat_after(bench, BEAT_US, {session: sign(0)})
+    bench.now_us += 10 * DEAF_US  # asleep; then it reads what was said meanwhile
+    for silent_us in range(BEAT_US, 10 * DEAF_US, BEAT_US):
+        bench.tell(HeartbeatCame(session, sign(silent_us)))
+    assert session in bench.router.fleet.members
+
+
+@given(st.lists(st.tuples(st.integers(1, BEAT_US), st.integers(0, 2 * DEAF_US)), max_size=40))
+def test_who_is_removed_as_deaf_has_said_so_for_the_whole_time_and_only_who_has(beats: list[tuple[int, int]]) -> None:
+    bench = Bench()
+    session = bench.join(facts("a"))
+    hears_us = bench.now_us
+    for after_us, silent_us in beats:
+        beat_after(bench, after_us, {session: sign(silent_us)})
+        hears_us = max(hears_us, bench.now_us - silent_us)
+        is_deaf = bench.now_us - hears_us >= DEAF_US
+        assert (session not in bench.router.fleet.members) == is_deaf
+        if is_deaf:
+            return
+
+
+def test_what_is_moved_because_of_a_beat_goes_with_the_preemptions_that_it_tells_of() -> None:
+    bench = Bench()
+    sessions = [bench.join(facts("a")), bench.join(facts("b"))]
+    _, send = bench.open(submission("x"))
+    while send.session in bench.router.fleet.members:
+        is_last = bench.router.fleet.members[send.session].hears_us + DEAF_US <= bench.now_us + BEAT_US
+        told = ((which(send), 2),) if is_last else ()
+        deaf = dataclasses.replace(sign(2 * DEAF_US), preempted=told)
+        beat_after(bench, BEAT_US, {each: deaf if each == send.session else sign(0) for each in sessions})
+    assert send.session not in bench.router.fleet.members
+    assert [item.preemptions for item in bench.ever(SendAttempt)[-1].group] == [2]
+
+
+def test_an_attempt_that_is_never_answered_is_taken_elsewhere() -> None:
+    bench, limit_us = Bench(), 5_000_000
+    sessions = [bench.join(facts("a")), bench.join(facts("b"))]
+    body = bench.arrive(submission("x"))
+    first, sent_us = bench.sent(), bench.now_us
+    while first.session in bench.router.fleet.members:
+        assert bench.now_us - sent_us < limit_us + BEAT_US
+        waiting = {first.session: first.attempt}
+        beat_after(bench, BEAT_US, {each: sign(0, waiting.get(each), limit_us) for each in sessions})
+    assert bench.now_us - sent_us >= limit_us
+    assert bench.router.counts.suspicions["stuck"] == 1
+    again = bench.ever(SendAttempt)[-1]
+    assert (again.attempt.request, again.session != first.session) == (body, True)
+
+
+def test_answers_that_come_one_after_the_other_are_no_silence_and_hide_none() -> None:
+    bench, limit_us = Bench(), 3 * BEAT_US
+    session = bench.join(facts("a"))
+    bench.arrive(submission("lost"))
+    lost = bench.sent().attempt
+    for n in range(20):
+        bench.arrive(submission(f"x{n}"))
+        sent = bench.sent()
+        for _ in range(2):
+            beat_after(bench, BEAT_US, {session: sign(0, sent.attempt, limit_us)})
+        bench.take(sent)
+        bench.came(sent, 1, end=ended(FinishReason.STOP))
+    assert session in bench.router.fleet.members
+    for _ in range(4):
+        assert session in bench.router.fleet.members
+        bench.take(bench.open(submission(f"y{bench.now_us}"))[1])
+        beat_after(bench, BEAT_US, {session: sign(0, lost, limit_us)})
+    assert session not in bench.router.fleet.members
 
 
 def test_an_engine_that_computes_and_finishes_no_step_is_stuck() -> None:

@@ -13,6 +13,7 @@ from baton.core.engine.gauges import SchedulerGauges
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.request import FinishReason, frozen_tokens
 from baton.core.errors import RefusalCode
+from baton.core.handover.faults import PdCode, PdFault, PdStage
 from baton.core.routing.config import RouterConfig, RoutingPolicy
 from baton.core.routing.events import Heartbeat, HeartbeatCame, InstanceLost, SendAttempt, Session
 from baton.core.routing.prefix_directory import ASSUMED_US, PrefixDirectory
@@ -191,6 +192,36 @@ def test_decoders_without_anybody_who_prefills_do_it_themselves() -> None:
     bench.arrive(submission("x"))
     assert bench.sent().group[0].prefill_at == ""
     assert [view.prefill_tokens for view in bench.router.views()] == [40]
+
+
+@pytest.mark.parametrize("code", [PdCode.TIMEOUT, PdCode.NOT_DELIVERED])
+def test_after_two_hand_overs_in_vain_a_request_is_prefilled_where_it_decodes(code: PdCode) -> None:
+    bench = Bench()
+    bench.join(facts("d", "decode"))
+    bench.join(facts("p", "prefill"))
+    bench.open(submission("x"))
+    late = ended(FinishReason.RESCHEDULE, PdFault(code, PdStage.PREFILL, "no KV came"))
+
+    def prefilled_at() -> str:
+        (send,) = list(bench.of(SendAttempt)) or [i for i in bench.pass_us(10**6) if isinstance(i, SendAttempt)]
+        bench.take(send)
+        bench.came(send, end=late)
+        return send.group[0].prefill_at
+
+    bench.came(bench.ever(SendAttempt)[-1], end=late)
+    assert [prefilled_at(), prefilled_at()] == ["p:7000", ""]
+
+
+def test_a_preemption_is_no_hand_over_in_vain() -> None:
+    bench = Bench()
+    bench.join(facts("d", "decode"))
+    bench.join(facts("p", "prefill"))
+    _, send = bench.open(submission("x"))
+    for token in (1, 2):
+        bench.came(send, token, end=ended(FinishReason.RESCHEDULE, PREEMPTED))
+        (send,) = [item for item in bench.pass_us(10**6) if isinstance(item, SendAttempt)]
+        bench.take(send)
+        assert send.group[0].prefill_at == "p:7000"
 
 
 def test_a_body_that_fits_nowhere_yet_does_not_hold_up_those_behind_it() -> None:

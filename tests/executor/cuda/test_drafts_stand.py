@@ -94,7 +94,7 @@ def fed_of(known: int, drafts: int, limit: int, blocks: int) -> int:
     return fed
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data(), most=st.integers(0, 5), rows=st.integers(1, 3))
 def test_drafts_stand_until_the_first_that_differs_within_limits_and_blocks(
     data: st.DataObject, most: int, rows: int

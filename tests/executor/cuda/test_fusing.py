@@ -58,7 +58,12 @@ def of_transformers(name: str) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("name", "layers", "invariant"),
-    [("tiny-llama", 2, False), ("tiny-qwen3", 2, True), ("tiny-gemma2", 0, False), ("tiny-qwen3-moe", 2, False)],
+    [
+        ("tiny-llama", 2, False),
+        ("tiny-qwen3", 2, True),
+        pytest.param("tiny-gemma2", 0, False, marks=pytest.mark.slow),
+        pytest.param("tiny-qwen3-moe", 2, False, marks=pytest.mark.slow),
+    ],
 )
 def test_a_fused_model_answers_as_transformers_does(name: str, layers: int, invariant: bool) -> None:
     loaded, bench = fused(name, invariant)
@@ -66,7 +71,7 @@ def test_a_fused_model_answers_as_transformers_does(name: str, layers: int, inva
     assert float((logits_of(loaded, bench, TOKENS) - of_transformers(name)).abs().max()) < 1e-4
 
 
-@pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-gemma2"])
+@pytest.mark.parametrize("name", ["tiny-qwen3", pytest.param("tiny-gemma2", marks=pytest.mark.slow)])
 def test_invariant_logits_do_not_depend_on_what_follows(name: str) -> None:
     loaded, bench = fused(name, invariant=True)
     whole = logits_of(loaded, bench, TOKENS)

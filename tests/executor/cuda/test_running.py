@@ -80,6 +80,7 @@ def of_transformers(name: str) -> list[torch.Tensor]:
     return [model.eval()(input_ids=torch.tensor([tokens]), use_cache=False).logits[0] for tokens in SEQUENCES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "invariant"), [("tiny-qwen3", False), ("tiny-gemma2", False), ("tiny-llama", True)])
 def test_decodes_one_token_at_a_time_give_the_logits_of_the_whole(name: str, invariant: bool) -> None:
     slots, wanted = slots_with_all_tokens(), of_transformers(name)
@@ -151,6 +152,7 @@ def captured_runner(monkeypatch: pytest.MonkeyPatch, fails_at: int | None = None
     return runner, captures
 
 
+@pytest.mark.slow
 def test_captured_steps_share_memory_and_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     runner, captures = captured_runner(monkeypatch)
     assert captures.pools == [None] + ["the one pool"] * 4

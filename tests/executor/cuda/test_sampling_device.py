@@ -113,15 +113,21 @@ def near_a_cut(row: torch.Tensor, sampling: Sampling) -> bool:
     return bool(((weights.cumsum(0) / weights.sum() - sampling.top_p).abs() < 1e-5).any())
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    rows=st.lists(st.tuples(samplings, shapes, st.integers(0, 10**6)), min_size=1, max_size=3),
-    vocabulary=st.sampled_from([2, 63, 64, 65, 700]),
-    position=st.integers(0, 2**31 - 1),
-)
-def test_a_row_is_chosen_as_the_sampler_of_the_host_chooses_it(
-    rows: list[tuple[Sampling, str, int]], vocabulary: int, position: int
-) -> None:
+@pytest.mark.parametrize("batches", [4, pytest.param(16, marks=pytest.mark.slow)])
+def test_a_row_is_chosen_as_the_sampler_of_the_host_chooses_it(batches: int) -> None:
+    @settings(max_examples=batches, deadline=None)
+    @given(
+        rows=st.lists(st.tuples(samplings, shapes, st.integers(0, 10**6)), min_size=1, max_size=3),
+        vocabulary=st.sampled_from([2, 63, 64, 65, 700]),
+        position=st.integers(0, 2**31 - 1),
+    )
+    def batch(rows: list[tuple[Sampling, str, int]], vocabulary: int, position: int) -> None:
+        _are_chosen_alike(rows, vocabulary, position)
+
+    batch()
+
+
+def _are_chosen_alike(rows: list[tuple[Sampling, str, int]], vocabulary: int, position: int) -> None:
     wishes = [sampling for sampling, _, _ in rows]
     logits = torch.stack([row_of(shape, vocabulary, seed) for _, shape, seed in rows])
     assume(not any(near_a_cut(row, sampling) for row, sampling in zip(logits, wishes, strict=True)))
@@ -130,7 +136,7 @@ def test_a_row_is_chosen_as_the_sampler_of_the_host_chooses_it(
         assert on_device(logits, wishes, positions) == on_host(logits, wishes, positions)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(sampling=samplings, shape=shapes, seed=st.integers(0, 10**6), other=samplings)
 def test_a_row_alone_is_the_same_row_in_any_batch_and_mode(
     sampling: Sampling, shape: str, seed: int, other: Sampling

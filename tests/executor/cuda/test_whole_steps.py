@@ -5,9 +5,8 @@ What a real device adds (graphs, copies beside computing, speed) is for `tests/g
 
 from __future__ import annotations
 
-import contextlib
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -16,12 +15,15 @@ import torch
 
 pytest.importorskip("triton", reason="kernels need Triton, which is not installed here")
 
+from tests.support.interpreted_products import products_row_by_row
+from tests.support.no_device import pretend_a_device
+
 from baton.core.engine.plan import Chunk, RowOutcome, Start, StepPlan, StepResult
-from baton.core.engine.request import Sampling, frozen_tokens
+from baton.core.engine.request import Constraint, Sampling, frozen_tokens
+from baton.executor.constraints.compiled_cache import CompiledConstraints
+from baton.executor.constraints.scripted_backend import ScriptedBackend, ScriptedSource
 from baton.executor.contract import Executor, ExecutorShape
 from baton.executor.cpu.executor import TorchCpuExecutor
-from baton.executor.cuda import executor as executor_module
-from baton.executor.cuda import pool as pool_module
 from baton.executor.cuda.chunks import MixedSize
 from baton.executor.cuda.executor import TorchCudaExecutor
 from baton.executor.cuda.runner import LogitRows, ModelRunner
@@ -46,7 +48,9 @@ GREEDY = Sampling(seed=1, temperature=0.0, logit_bias={102: 100.0})
 FEW = {5: 60.0, 6: 60.0, 7: 60.0}
 PENALISED = Sampling(seed=2, temperature=1.0, repetition_penalty=1.2, frequency_penalty=0.3, logit_bias=FEW)
 """Has few words, so that a guess is sometimes right."""
-REPORTED = Sampling(seed=3, temperature=0.8, top_p=0.9, logprobs=2)
+REPORTED = Sampling(seed=3, temperature=0.8, top_p=0.9, logprobs=2, prompt_logprobs=2)
+UNSCORED = Sampling(seed=3, temperature=0.8, top_p=0.9, logprobs=2)
+"""A step that reports on prompts is never a captured one."""
 
 REQUESTS = (
     ([1, 2, 3, 4, 1, 2, 3, 4, 1, 2], 22, 2, GREEDY),
@@ -56,48 +60,9 @@ REQUESTS = (
 """Prompt, limit, blocks, wishes. The first comes to its limit, the last runs out of blocks, both in the middle of drafts."""
 
 
-class Now:
-    """A stream, or an event: everything has happened when it is asked."""
-
-    def __init__(self, *_: object, **__: object) -> None: ...
-
-    def record(self, *_: object) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def wait_event(self, _: object) -> None: ...
-
-
-class Unmoved:
-    """Blocks that nobody copies."""
-
-    def __init__(self, pool: torch.Tensor) -> None:
-        self.blocks, self.block_bytes = len(pool), pool[0].nbytes
-
-    def close(self) -> None: ...
-
-
-def unpinned(make: Any) -> Any:
-    def made(*size: Any, pin_memory: bool = False, **more: Any) -> torch.Tensor:
-        return make(*size, **more)
-
-    return made
-
-
 @pytest.fixture
-def without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("Stream", "Event"):
-        monkeypatch.setattr(torch.cuda, name, Now)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "interpreter")
-    for name in ("empty", "zeros"):
-        monkeypatch.setattr(torch, name, unpinned(getattr(torch, name)))
-    monkeypatch.setattr(pool_module, "CudaBlocks", Unmoved)
-    monkeypatch.setattr(executor_module, "warm_up", lambda *_: None)
-    monkeypatch.setattr(ModelRunner, "capture", lambda *_: None)
-    # What would be captured is filled up as if it were.
-    monkeypatch.setattr(ModelRunner, "capture_mixed", lambda runner, _: runner.fill_up_to(SIZES))
+def _without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_a_device(monkeypatch, SIZES)
 
 
 def on_cpu() -> Executor:
@@ -130,29 +95,84 @@ def told_of(result: StepResult) -> dict[str, object]:
         "known": result.known.tolist(),
         "drafted": result.drafted.tolist(),
         "logprobs": [(line.row, line.top_ids.tolist()) for line in result.logprobs],
+        "prompts": [(part.row, part.begin, part.ranks.tolist(), part.top_ids.tolist()) for part in result.prompt_logprobs],
     }
 
 
-@pytest.mark.usefixtures("without_a_device")
+def prompt_logprobs_of(results: list[StepResult]) -> list[float]:
+    return [value for result in results for part in result.prompt_logprobs for value in part.chosen.tolist()]
+
+
+@pytest.mark.usefixtures("_without_a_device")
 @pytest.mark.parametrize("batch_invariant", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_steps_with_drafts_yield_what_the_cpu_executor_yields(batch_invariant: bool) -> None:
     reference = on_cpu()
-    wanted = [told_of(result) for result in results_of(reference)]
+    expected = results_of(reference)
+    wanted = [told_of(result) for result in expected]
     reference.close()
     executor = TorchCudaExecutor.of(
         load_shape(MODEL, "float32"), SHAPE, step_tokens=64, proposer=PROPOSER, batch_invariant=batch_invariant, graphs=True
     )  # who asks of layers is told of each, whatever could have been captured
     layers: list[tuple[int, int]] = []
     executor.on_layer = lambda step, layer: layers.append((step, layer))
-    given = [told_of(result) for result in results_of(executor)]
+    results = results_of(executor)
     executor.close()
-    assert given == wanted
+    assert [told_of(result) for result in results] == wanted
+    assert prompt_logprobs_of(results) == pytest.approx(prompt_logprobs_of(expected), abs=1e-3)
+    assert len(prompt_logprobs_of(expected)) == 12
     assert layers == [(step, layer) for step in range(1, STEPS + 2) for layer in range(2)]
     everything = [name for told in wanted for name in told["outcomes"]]
     assert {"TOKENS", "NOTHING_OUT_OF_BLOCKS"} == set(everything), "some decode had no block"
     assert any(2 in told["counts"] for told in wanted), "some drafts stood"
     assert any(told["counts"][1] < 1 + told["drafted"][1] for told in wanted), "some did not"
     assert wanted[-1]["known"][0] == REQUESTS[0][1], "one came to its limit"
+
+
+def restricted_wishes(vocabulary: int) -> tuple[Sampling, ...]:
+    """A constraint that forces and forbids, one that does not compile, and a list of allowed tokens with a bad word."""
+    source = ScriptedSource(3, vocabulary, (1,)).text()
+    allowed = Sampling(seed=6, temperature=0.9, allowed_token_ids=(4, 5, 6), bad_words=((4, 5), (6, 6)))
+    return (
+        Sampling(seed=5, temperature=0.7, constraint=Constraint("scripted", "1", source)),
+        Sampling(seed=5, constraint=Constraint("scripted", "1", "no source")),
+        allowed,
+    )
+
+
+def outputs_of(results: list[StepResult]) -> list[list[int]]:
+    """The tokens of each slot."""
+    outputs: list[list[int]] = [[] for _ in REQUESTS]
+    for result in results:
+        at = 0
+        for slot, count in zip(result.slots.tolist(), result.counts.tolist(), strict=True):
+            outputs[slot] += result.tokens[at : at + count].tolist()
+            at += count
+    return outputs
+
+
+@pytest.mark.usefixtures("_without_a_device")
+def test_restricted_rows_yield_the_tokens_of_the_cpu_executor_behind_drafts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, constraints = load_shape(MODEL, "float32"), CompiledConstraints([ScriptedBackend()])
+    wishes = restricted_wishes(loaded.vocabulary)
+    asked = tuple((prompt, 60, 4, wish) for (prompt, *_), wish in zip(REQUESTS, wishes, strict=True))
+    monkeypatch.setitem(globals(), "REQUESTS", asked)
+    thread = ThreadPoolExecutor(max_workers=1)
+    plain = replace(SHAPE, burst=1)
+    reference = TorchCpuExecutor(loaded, plain, b"", None, thread, constraints=constraints)
+    wanted = outputs_of(results_of(reference))
+    reference.close()
+    executor = TorchCudaExecutor.of(
+        load_shape(MODEL, "float32"), SHAPE, step_tokens=64, proposer=PROPOSER, batch_invariant=True,
+        backends=lambda _: [ScriptedBackend()],
+    )  # fmt: skip
+    results = results_of(executor)
+    executor.close()
+    for one, other in zip(outputs_of(results), wanted, strict=True):
+        assert one[: len(other)] == other
+    assert len(wanted[0]) > STEPS
+    assert wanted[1] == []
+    assert {result.outcomes[1] for result in results} == {RowOutcome.CONSTRAINT_FAILED}
+    assert any(result.drafts for result in results)
 
 
 def cut_plans(wishes: tuple[Sampling, ...]) -> list[StepPlan]:
@@ -193,16 +213,16 @@ def told_and_left(
     return told, left
 
 
-@pytest.mark.usefixtures("without_a_device")
+@pytest.mark.slow
+@pytest.mark.usefixtures("_without_a_device")
 @pytest.mark.parametrize(
     ("wishes", "invariant"),
     [
-        pytest.param((GREEDY, PENALISED, REPORTED, GREEDY), False, id="drawn by the host"),
+        pytest.param((GREEDY, PENALISED, UNSCORED, GREEDY), False, id="drawn by the host"),
         pytest.param(
             tuple(Sampling(seed=4, temperature=heat) for heat in (0.0, 1.0, 0.0, 0.7)),
             True,
             id="drawn on the device",
-            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -217,16 +237,17 @@ def test_a_step_that_is_filled_up_yields_and_leaves_what_the_plain_one_does(
 
     filled = ModelRunner.mixed_filled
     monkeypatch.setattr(ModelRunner, "mixed_filled", noted)
-    wanted, wanted_kv = told_and_left(wishes, invariant, graphs=False)
-    assert not taken
-    given, given_kv = told_and_left(wishes, invariant, graphs=True)
+    with products_row_by_row():
+        wanted, wanted_kv = told_and_left(wishes, invariant, graphs=False)
+        assert not taken
+        given, given_kv = told_and_left(wishes, invariant, graphs=True)
     assert given == wanted
     assert torch.allclose(given_kv, wanted_kv, rtol=0, atol=0 if invariant else 1e-5)
     assert taken == [SIZES[0], SIZES[1], SIZES[1], SIZES[2]], "all that have chunks"
     assert any(told["drafted"] and max(told["drafted"]) for told in wanted), "decodes beside chunks had drafts"
 
 
-@pytest.mark.usefixtures("without_a_device")
+@pytest.mark.usefixtures("_without_a_device")
 def test_what_the_one_told_of_layers_raises_is_raised_with_the_step() -> None:
     executor = TorchCudaExecutor.of(load_shape(MODEL, "float32"), SHAPE, step_tokens=64, graphs=False)
     assert executor.details == "interpreter (CUDA), triton attention, no CUDA graphs"

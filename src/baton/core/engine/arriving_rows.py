@@ -109,8 +109,11 @@ class ArrivingRows:
     # ── asked for ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def prefills_here(self, request: Request) -> bool:
-        """Whether no peer is asked: without peers, after outputs were generated here, and for siblings (prompt cached)."""
-        return not self.may_ask or request.prefills_here or not request.is_fresh or request.leader is not None
+        """Whether no peer is asked: if its router says so, without peers, after outputs were generated here, for siblings
+        (prompt cached), and where log-probabilities of the prompt are asked for, which no hand-over carries."""
+        is_set = request.prefills_here or request.submission.prefills_in_place
+        is_set = is_set or request.submission.sampling.prompt_logprobs is not None
+        return is_set or not self.may_ask or not request.is_fresh or request.leader is not None
 
     def takes(self, request: Request, hit: PrefixHit, protected: bool) -> bool:
         """Book blocks for an admitted request that a peer will prefill. False: it is prefilled here."""

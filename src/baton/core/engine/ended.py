@@ -9,7 +9,7 @@ from baton.core.engine.request import FinishReason, Serial
 from baton.core.handover.faults import PdFault
 
 
-class Bill(Struct, array_like=True):
+class Bill(Struct, array_like=True, gc=False):
     """The bill of a request so far. Not frozen: the scheduler adds to it while the request is open."""
 
     cached_tokens: Long = 0
@@ -30,14 +30,14 @@ class Bill(Struct, array_like=True):
     """Times a peer was asked to prefill it; at a router: times it was placed."""
 
 
-class StartedRequest(Struct, array_like=True, frozen=True):
+class StartedRequest(Struct, array_like=True, frozen=True, gc=False):
     """A request that has just got its first token."""
 
     serial: Serial
     cached_tokens: Count
 
 
-class EndedRequest(Struct, array_like=True, frozen=True):
+class EndedRequest(Struct, array_like=True, frozen=True, gc=False):
     serial: Serial
     reason: FinishReason
     generated_tokens: Count

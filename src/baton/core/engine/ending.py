@@ -107,7 +107,7 @@ class RequestEnding:
         running, config = self._running, self._running.config
         preempted = request.phase is Phase.WAITING or request.ends_as is FinishReason.RESCHEDULE
         wanted = config.tiers.save_preempted if preempted else config.tiers.save_finished
-        if not wanted or request.ends_as is FinishReason.ERROR:
+        if not wanted or request.ends_as in (FinishReason.ERROR, FinishReason.CONSTRAINT_FAILED):
             return []
         blocks = running.slots.blocks(running.slot_of(request))
         if not config.tiers.cache_outputs:

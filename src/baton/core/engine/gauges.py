@@ -8,7 +8,7 @@ from baton.core.bounds import Long, NotNegative
 from baton.core.engine.blocks import BlockGauges
 
 
-class HandoverGauges(Struct, array_like=True, frozen=True):
+class HandoverGauges(Struct, array_like=True, frozen=True, gc=False):
     """Hand-overs of one instance, in either role. All but the first two only grow."""
 
     peers: Long = 0
@@ -23,7 +23,7 @@ class HandoverGauges(Struct, array_like=True, frozen=True):
     timed_out: Long = 0
 
 
-class StorageGauges(Struct, array_like=True, frozen=True):
+class StorageGauges(Struct, array_like=True, frozen=True, gc=False):
     """KV outside the pool, in blocks. All but the first three and `breaker_open` only grow."""
 
     host_rows: Long = 0
@@ -53,7 +53,7 @@ class StorageGauges(Struct, array_like=True, frozen=True):
     breaker_opened: Long = 0
 
 
-class SchedulerGauges(Struct, array_like=True, frozen=True):
+class SchedulerGauges(Struct, array_like=True, frozen=True, gc=False):
     """Sent with each step and each pulse. The order of the fields is their order on the wire."""
 
     running: Long = 0
@@ -80,6 +80,8 @@ class SchedulerGauges(Struct, array_like=True, frozen=True):
     handovers: HandoverGauges = HandoverGauges()
     leaving_blocks: Long = 0
     storage: StorageGauges = StorageGauges()
+    sat_out_rows: Long = 0
+    """Decodes with a constraint that yielded nothing in a step, because their mask was not there in time."""
 
     @property
     def blocks(self) -> BlockGauges:
@@ -104,7 +106,7 @@ class SchedulerGauges(Struct, array_like=True, frozen=True):
         return self.preemptions_for_others + self.preemptions_of_self
 
 
-class DraftGauges(Struct, frozen=True):
+class DraftGauges(Struct, frozen=True, gc=False):
     """Draft tokens of all steps since the start."""
 
     fed: Long = 0
@@ -113,7 +115,7 @@ class DraftGauges(Struct, frozen=True):
     """Drafts that were accepted."""
 
 
-class PeerTraffic(Struct, tag="peer_traffic", frozen=True):
+class PeerTraffic(Struct, tag="peer_traffic", frozen=True, gc=False):
     """Traffic with peers since the start; sent when it has changed."""
 
     refused: dict[str, int] = {}
@@ -122,7 +124,7 @@ class PeerTraffic(Struct, tag="peer_traffic", frozen=True):
     """Bytes of KV received."""
 
 
-class StoreTraffic(Struct, tag="store_traffic", frozen=True):
+class StoreTraffic(Struct, tag="store_traffic", frozen=True, gc=False):
     """Traffic between the pool, host memory and the store since the start; sent when it has changed."""
 
     saved_bytes: int = 0

@@ -12,9 +12,12 @@ Block layout of a slot: position p of the sequence lives in block `table[p // bl
     KV computed     k0 k1 k2 ... k(n-2)           the last sampled token has no KV until the next step feeds it
 
 A chunk feeds tokens [begin, end) and writes their KV; the one with `samples` set ends at the last known token and yields
-the next. A decode feeds the last known token (which may still be on the device only) and yields 1..burst tokens: an executor
-may feed up to burst - 1 drafts behind it, guesses of its own, and yields those that prove right. Blocks for all of them are
-there; what is written to them for a draft that proves wrong is no KV. Tokens past a slot's `limit` are never yielded.
+the next. Where the slot's sampling asks for log-probabilities of the prompt, a chunk reports those of the prompt tokens at
+positions (begin, end]. A decode feeds the last known token (which may still be on the device only) and yields 1..burst
+tokens: an executor may feed up to burst - 1 drafts behind it, guesses of its own, and yields those that prove right. Blocks
+for all of them are there; what is written to them for a draft that proves wrong is no KV. Tokens past a slot's `limit` are
+never yielded. A decode with a constraint may sit a step out, so that rows without one do not wait for its mask: it yields
+nothing, and the next step draws the same token.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from baton.core.engine.request import Sampling, Tokens
+from baton.core.engine.request import PromptLogprobs, Sampling, Tokens
 
 Int8s = npt.NDArray[np.int8]
 Int32s = npt.NDArray[np.int32]
@@ -80,7 +83,7 @@ class Chunk(NamedTuple):
     samples: bool
 
 
-class StepPlan(Struct, frozen=True):
+class StepPlan(Struct, frozen=True, gc=False):
     step: int
     base_step: int
     """The step that this delta builds on; an executor that last ran another step must refuse it."""
@@ -110,9 +113,13 @@ class RowOutcome(IntEnum):
     NOTHING_EMPTY_SLOT = 2
     NOTHING_OUT_OF_BLOCKS = 3
     PREEMPTED = 4
+    CONSTRAINT_FAILED = 5
+    """No token can be drawn that its constraint, allowed tokens and bad words all permit, or its matcher gave up."""
+    SAT_OUT = 6
+    """Of a decode with a constraint: its mask was not there in time."""
 
 
-class Logprobs(Struct, array_like=True, frozen=True, forbid_unknown_fields=True, eq=False):
+class Logprobs(Struct, array_like=True, frozen=True, forbid_unknown_fields=True, eq=False, gc=False):
     """Log-probabilities of the sampled tokens of one row, one line per token, alternatives by falling probability."""
 
     row: int
@@ -125,7 +132,7 @@ class Logprobs(Struct, array_like=True, frozen=True, forbid_unknown_fields=True,
     """[tokens, alternatives]"""
 
 
-class StepResult(Struct, frozen=True):
+class StepResult(Struct, frozen=True, gc=False):
     """One row for each stop, chunk and decode of the plan, in that order."""
 
     step: int
@@ -141,6 +148,8 @@ class StepResult(Struct, frozen=True):
     logprobs: tuple[Logprobs, ...] = ()
     drafted: Int32s = NO_INT32S
     """Drafts fed for each row; empty from an executor without drafts."""
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    """Of the chunks whose slot asks for them."""
 
     @property
     def drafts(self) -> int:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from baton.core.engine.plan import NO_INT32S
 from baton.core.engine.prefix import Key
 from baton.core.engine.records import PrefixHit, Request
 from baton.core.engine.request import Phase, Submission, Tokens
 from baton.core.engine.reserve import blocks_for
 from baton.core.engine.running_set import RunningSet
+
+NO_HIT = PrefixHit(NO_INT32S, None, 0)
 
 
 class PrefixLookup:
@@ -30,6 +33,8 @@ class PrefixLookup:
         return leader.keys[: 1 + len(submission.prompt) // self._block_size]
 
     def find(self, request: Request) -> PrefixHit:
+        if request.scores_prompt:
+            return NO_HIT
         block_size, tokens = self._block_size, request.tokens_at_start
         # Even a full hit computes the last token: its logits choose the next one.
         usable = (tokens - 1) // block_size
@@ -55,6 +60,8 @@ class PrefixLookup:
         return blocks_for(tokens, self._block_size) - len(hit.blocks) + self._pool.unreferenced(hit.blocks)
 
     def keys_after(self, request: Request, hit: PrefixHit) -> list[Key]:
-        """Keys of the blocks that would have to be computed, without the last token's."""
+        """Keys of the blocks that would have to be computed and need not be, were their KV elsewhere."""
+        if request.scores_prompt:
+            return []
         usable = (request.tokens_at_start - 1) // self._block_size
         return request.keys[1 + len(hit.blocks) : usable + 1]

@@ -42,14 +42,15 @@ class BlockPressure:
         open_rows = reach < limit
         if not all_true(open_rows):
             rows, reach, limit = rows[open_rows], reach[open_rows], limit[open_rows]
-        ends = np.minimum(reach + (config.burst - 1), limit)
+        ends = np.minimum(reach + slots.burst[rows] - 1, limit)
         short = ends > slots.held[rows] * config.block_size
         if any_true(short):
             rows = self._grow_or_wait(step, rows, rows[short])
-        slots.pending[rows] += config.burst
-        step.budget -= len(rows) * config.burst
+        bursts = slots.burst[rows]
+        slots.pending[rows] += bursts
+        step.budget -= int(np.add.reduce(bursts))
         if len(rows) < len(step.decodes.slots):
-            step.decodes = StepRows.of_decodes(slots, rows, config.burst)
+            step.decodes = StepRows.of_decodes(slots, rows)
 
     def _grow_or_wait(self, step: StepBuilder, rows: Int64s, short: Int64s) -> Int64s:
         """Give one more block to each row that needs it, by seniority. Returns the rows that can decode."""

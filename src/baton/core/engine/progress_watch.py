@@ -29,7 +29,7 @@ STALL_STEPS = 20
 """The limit for a step is never under this many times the longest one."""
 
 
-class EngineBeat(Struct, tag="beat", frozen=True):
+class EngineBeat(Struct, tag="beat", frozen=True, gc=False):
     """A sign of life of an engine process, sent every BEAT_US whatever it computes."""
 
     launched: Long

@@ -9,7 +9,7 @@ from msgspec import Struct
 from baton.core.engine.ended import Bill, EndedRequest, StartedRequest
 from baton.core.engine.plan import NO_INT32S, NO_INT64S, Int32s, Int64s, Logprobs
 from baton.core.engine.prefix import Key
-from baton.core.engine.request import NO_TOKENS, FinishReason, Phase, Serial, Submission, Tokens
+from baton.core.engine.request import NO_TOKENS, FinishReason, Phase, PromptLogprobs, Serial, Submission, Tokens
 from baton.core.handover.faults import PdFault
 
 
@@ -68,6 +68,11 @@ class Request:
         return min(self.bill.cached_tokens, len(self.submission.prompt))
 
     @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be reported: then every prompt position is computed."""
+        return self.submission.sampling.prompt_logprobs is not None and not len(self.outputs)
+
+    @property
     def is_fresh(self) -> bool:
         """Nothing was generated for it here before its last start."""
         return len(self.outputs) == len(self.submission.generated)
@@ -81,8 +86,11 @@ class PrefixHit(Struct, frozen=True):
     computed: int
 
 
-class Settled(Struct, frozen=True):
-    """The result of one step, for the front end. Row i yields `counts[i]` of `tokens`, row after row."""
+class Settled(Struct, frozen=True, gc=False):
+    """The result of one step, for the front end. Row i yields `counts[i]` of `tokens`, row after row.
+
+    A row without tokens has log-probabilities of its prompt.
+    """
 
     serials: Int64s
     counts: Int32s
@@ -91,6 +99,8 @@ class Settled(Struct, frozen=True):
     """`row` indexes this object's rows; each has one line per token of its row."""
     started: tuple[StartedRequest, ...]
     ended: tuple[EndedRequest, ...]
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    """`row` indexes this object's rows."""
 
 
 NOTHING_SETTLED = Settled(NO_INT64S, NO_INT32S, NO_INT32S, (), (), ())

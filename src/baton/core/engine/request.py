@@ -32,6 +32,7 @@ of the slot and has not acknowledged it yet.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import IntEnum, StrEnum
 from typing import Annotated, NewType
 
@@ -40,17 +41,22 @@ import numpy.typing as npt
 from msgspec import Meta, Struct
 
 from baton.core.bounds import (
+    ALLOWED_TOKENS_MAX,
     ALTERNATIVES_MAX,
+    BAD_WORD_TOKENS_MAX,
+    CONSTRAINT_CHARS_MAX,
     FLOAT_MAX,
     INT32_MAX,
     LISTED_MAX,
     MOVE_US_PER_TOKEN_MAX,
+    PROMPT_ALTERNATIVES_MAX,
     REQUEST_ID_CHARS_MAX,
     SALT_BYTES_MAX,
     Address,
     Count,
     Finite,
     Long,
+    Name,
     NotNegative,
     Share,
 )
@@ -128,9 +134,25 @@ class FinishReason(StrEnum):
     """Scheduler and executor disagreed about this request; it may be retried."""
     RESCHEDULE = "pd_reschedule"
     """The attempt ended here with everything generated so far; it may continue elsewhere."""
+    CONSTRAINT_FAILED = "constraint_failed"
+    """The matcher of its constraint gave up, such as at a limit of its own. It would elsewhere too."""
 
 
-class Sampling(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+class Constraint(Struct, array_like=True, frozen=True, forbid_unknown_fields=True, gc=False):
+    """What an answer must match. Its matcher is derived from this and the delivered tokens, and never travels."""
+
+    backend: Name
+    """The name of what compiles and matches it, such as `llguidance`."""
+    version: Name
+    """Of the backend that compiled it in the front end. Another version may mask other tokens."""
+    source: Annotated[str, Meta(max_length=CONSTRAINT_CHARS_MAX)]
+    """The grammar in the backend's own form."""
+
+
+_BadWord = Annotated[tuple[Count, ...], Meta(min_length=1, max_length=BAD_WORD_TOKENS_MAX)]
+
+
+class Sampling(Struct, array_like=True, frozen=True, forbid_unknown_fields=True, gc=False):
     """Sampling parameters. The defaults leave the distribution unmodified.
 
     Draws are keyed by (seed, choice, position), never by a running generator, so that the n-th token does not depend
@@ -157,12 +179,34 @@ class Sampling(Struct, array_like=True, frozen=True, forbid_unknown_fields=True)
     """No stop token may be drawn before this many outputs."""
     logprobs: Annotated[int, Meta(ge=0, le=ALTERNATIVES_MAX)] | None = None
     """Alternatives to report for each chosen token; None reports no log-probabilities."""
+    constraint: Constraint | None = None
+    allowed_token_ids: Annotated[tuple[Count, ...], Meta(max_length=ALLOWED_TOKENS_MAX)] = ()
+    """The only tokens that may be drawn; empty: all."""
+    bad_words: Annotated[tuple[_BadWord, ...], Meta(max_length=LISTED_MAX)] = ()
+    """Sequences of tokens that the outputs never contain: their last token is not drawn after the others."""
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=PROMPT_ALTERNATIVES_MAX)] | None = None
+    """Alternatives to report for each token of the prompt but the first; None reports none. They come before the first
+    output or with it, so that a request with outputs has reported them."""
+
+    @property
+    def is_restricted(self) -> bool:
+        """Whether some tokens may never be drawn, whatever the logits are."""
+        return bool(self.allowed_token_ids or self.bad_words) or self.constraint is not None
+
+
+def named_tokens(sampling: Sampling) -> Iterator[int]:
+    """Every token id that sampling parameters name."""
+    yield from sampling.stop_token_ids
+    yield from (token for token, _ in sampling.logit_bias)
+    yield from sampling.allowed_token_ids
+    for word in sampling.bad_words:
+        yield from word
 
 
 _Id = Annotated[RequestId, Meta(max_length=REQUEST_ID_CHARS_MAX)]
 
 
-class Submission(Struct, array_like=True, frozen=True, forbid_unknown_fields=True, eq=False):
+class Submission(Struct, array_like=True, frozen=True, forbid_unknown_fields=True, eq=False, gc=False):
     """One choice of a client's request, as submitted to a worker. Never changes after acceptance."""
 
     request_id: _Id
@@ -186,6 +230,8 @@ class Submission(Struct, array_like=True, frozen=True, forbid_unknown_fields=Tru
     """How often it was preempted on instances that ran it before; with those here they count towards `max_preemptions`."""
     resumes_in_place: bool = False
     """Never end it for want of blocks: preempted, it returns to this instance's own queue, whatever `on_preempt` says."""
+    prefills_in_place: bool = False
+    """Ask no peer for its prefill: it is computed where it decodes."""
     move_us_per_token: Annotated[float, Meta(ge=0, le=MOVE_US_PER_TOKEN_MAX)] | None = None
     """How long moves after a preemption take, as the sending router has last measured; None: it has measured none."""
 
@@ -202,6 +248,28 @@ class Submission(Struct, array_like=True, frozen=True, forbid_unknown_fields=Tru
     def seniority(self) -> tuple[int, int]:
         """Its place in every queue: the lowest goes first. The same at every instance and router."""
         return self.priority, self.arrived_us
+
+
+class PromptLogprobs(Struct, array_like=True, frozen=True, forbid_unknown_fields=True, eq=False, gc=False):
+    """Log-probabilities of consecutive tokens of one row's prompt, one line per token, each given the tokens before it."""
+
+    row: int
+    """Index into the result's rows."""
+    begin: int
+    """Position of the first of these tokens in the prompt; at least 1, since nothing precedes the first token."""
+    chosen: npt.NDArray[np.float32]
+    """[tokens]"""
+    ranks: npt.NDArray[np.int32]
+    """[tokens]: 1 for the most likely token of the vocabulary"""
+    top_ids: npt.NDArray[np.int32]
+    """[tokens, alternatives], by falling probability"""
+    top: npt.NDArray[np.float32]
+    """[tokens, alternatives]"""
+
+    @property
+    def end(self) -> int:
+        """Position after the last of these tokens."""
+        return self.begin + len(self.chosen)
 
 
 def frozen_tokens(tokens: npt.ArrayLike) -> Tokens:

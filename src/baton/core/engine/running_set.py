@@ -11,6 +11,8 @@ Which requests start, and when, is not decided here: `scheduler` wires the parts
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from baton.core.config import WorkerConfig
 from baton.core.engine.blocks import BlockPool, Pin
 from baton.core.engine.change_journal import PhaseNotes
@@ -18,7 +20,7 @@ from baton.core.engine.plan import Int64s, Start, StepPlan, Stop
 from baton.core.engine.prefix import Key, PrefixIndex
 from baton.core.engine.prefix_publisher import PrefixPublisher
 from baton.core.engine.records import PrefixHit, Request
-from baton.core.engine.request import TRANSITIONS, Move, Phase, Serial, Submission, Tokens
+from baton.core.engine.request import TRANSITIONS, Move, Phase, Sampling, Serial, Submission, Tokens
 from baton.core.engine.slots import Slots
 from baton.core.engine.step_builder import StepBuilder
 from baton.core.engine.step_rows import StepRows, StepsInFlight
@@ -107,6 +109,7 @@ class RunningSet:
         slots.restore(slot, request.outputs)
         slots.planned[slot] = slots.computed[slot] = hit.computed
         slots.limit[slot] = request.limit
+        slots.burst[slot] = self.config.burst if submission.sampling.constraint is None else self.config.burst_max
         slots.stops_from[slot] = len(submission.prompt) + submission.sampling.min_tokens
         slots.set_stop_ids(slot, submission.sampling.stop_token_ids)
 
@@ -124,7 +127,7 @@ class RunningSet:
                 prompt_tokens=len(request.submission.prompt),
                 computed=computed,
                 limit=request.limit,
-                sampling=request.submission.sampling,
+                sampling=_sampling_of(request),
                 blocks=blocks,
             )
         )
@@ -166,7 +169,7 @@ class RunningSet:
 
     def _decoding_rows(self) -> StepRows:
         if self._decoding is None:
-            self._decoding = StepRows.of_decodes(self.slots, self.slots.decoding(), self.config.burst)
+            self._decoding = StepRows.of_decodes(self.slots, self.slots.decoding())
         return self._decoding
 
     def remembered_decodes(self) -> StepRows | None:
@@ -185,3 +188,11 @@ class RunningSet:
         self.steps += 1
         self.in_flight.launch(plan, step.decodes)
         return plan
+
+
+def _sampling_of(request: Request) -> Sampling:
+    """As the executor needs it now: log-probabilities of the prompt are reported once."""
+    sampling = request.submission.sampling
+    if sampling.prompt_logprobs is None or request.scores_prompt:
+        return sampling
+    return replace(sampling, prompt_logprobs=None)

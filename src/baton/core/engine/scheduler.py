@@ -301,6 +301,7 @@ class Scheduler:
             prefix_queries=billing.prefix_queries,
             prefix_hits=billing.prefix_hits,
             stale_results=settling.stale_results,
+            sat_out_rows=settling.sat_out_rows,
             steps=self.running.steps,
             preemptions_for_others=pressure.preemptions_for_others,
             preemptions_of_self=pressure.preemptions_of_self,

@@ -1,13 +1,15 @@
 """Settles the result of a step: drops stale rows, appends tokens, finds stops, publishes full blocks, frees ended rows.
 
 A row whose request has ended or was restarted since the plan is stale and dropped. A row on which scheduler and executor
-disagree is broken: its request ends with an error, and nothing of the row is counted, delivered or cached.
+disagree is broken: its request ends with an error, and nothing of the row is counted, delivered or cached. A row whose
+constraint failed ends its request too, with an error of its own that is not tried again. A row that sat out stays as it was.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from baton.core.config import OnPreempt
 from baton.core.engine.billing import Billing
@@ -17,7 +19,7 @@ from baton.core.engine.ending import RequestEnding
 from baton.core.engine.masks import any_true
 from baton.core.engine.plan import Int32s, Int64s, Logprobs, RowOutcome, StepResult
 from baton.core.engine.records import Request, Settled
-from baton.core.engine.request import FinishReason, Move, Phase, Tokens
+from baton.core.engine.request import FinishReason, Move, Phase, PromptLogprobs, Tokens
 from baton.core.engine.running_set import RunningSet
 from baton.core.engine.slots import FINISHED
 from baton.core.engine.step_rows import InFlightStep, same
@@ -43,10 +45,12 @@ class StepSettling:
         self._billing = billing
         self._ending = ending
         self._departing = departing
-        self._burst = running.config.burst
+        self._burst = running.config.burst_max
         self._reschedules = running.config.on_preempt is OnPreempt.RESCHEDULE
         self.stale_results = 0
         self.broken_rows = 0
+        self.sat_out_rows = 0
+        """Decodes whose mask was not there in time."""
         self.draft_tokens = 0
         self.accepted_draft_tokens = 0
         self.rescheduled = 0
@@ -62,12 +66,17 @@ class StepSettling:
         ended: list[EndedRequest] = []
         self._note_chunks(step, live)
         delivery = self._take_tokens(step, result, live, started, ended)
+        prompts: tuple[PromptLogprobs, ...] = ()
+        if result.prompt_logprobs:
+            delivery, prompts = self._with_prompts(step, result, live, delivery)
         running.publish_full_blocks(step.rows.slots[live])
         for row in broken.tolist():
-            self._ending.order_end(running.occupant(int(step.rows.slots[row])), FinishReason.ERROR)
+            failed = result.outcomes[row] == RowOutcome.CONSTRAINT_FAILED
+            reason = FinishReason.CONSTRAINT_FAILED if failed else FinishReason.ERROR
+            self._ending.order_end(running.occupant(int(step.rows.slots[row])), reason)
         for row in range(step.stops):
             self._acknowledge(step, result, row, ended)
-        return Settled(*delivery, started=tuple(started), ended=tuple(ended))
+        return Settled(*delivery, started=tuple(started), ended=tuple(ended), prompt_logprobs=prompts)
 
     def _fence(self, step: InFlightStep) -> Int64s:
         """Rows (without stops) whose request is still the planned one, and still open."""
@@ -81,7 +90,10 @@ class StepSettling:
         return live
 
     def _split_broken(self, step: InFlightStep, result: StepResult, live: Int64s) -> tuple[Int64s, Int64s]:
-        """Sound rows, and rows whose outcome the plan does not allow or whose token count differs between the sides."""
+        """Sound rows, and rows whose outcome the plan does not allow or whose token count differs between the sides.
+
+        Rows that sat out are in neither: nothing of them has changed.
+        """
         slots, at = self._slots, step.rows.slots[live]
         counts, allowed = result.counts[live], step.rows.allowances[live]
         outcomes, expected = result.outcomes[live], step.rows.outcomes[live]
@@ -90,8 +102,20 @@ class StepSettling:
         if same(outcomes, expected) and same(counts, allowed) and same(known, agreed):
             return live, live[:0]  # every row yielded as many tokens as it may, as in almost every step
         broken = (outcomes != expected) | (counts > allowed) | (counts < (allowed > 0)) | (known != agreed)
-        self.broken_rows += int(np.count_nonzero(broken))
-        return live[~broken], live[broken]
+        sat_out = (outcomes == RowOutcome.SAT_OUT) & (counts == 0) & (known == agreed)
+        sat_out[sat_out] = self._may_sit_out(step, live[sat_out])
+        broken &= ~sat_out
+        self.sat_out_rows += int(np.count_nonzero(sat_out))
+        self.broken_rows += int(np.count_nonzero(broken & (outcomes != RowOutcome.CONSTRAINT_FAILED)))
+        return live[~(broken | sat_out)], live[broken]
+
+    def _may_sit_out(self, step: InFlightStep, rows: Int64s) -> Bools:
+        """Which of these rows are decodes with a constraint."""
+        constrained = [
+            self._running.occupant(slot).submission.sampling.constraint is not None
+            for slot in step.rows.slots[rows].tolist()
+        ]
+        return np.array(constrained, dtype=np.bool_) & (rows >= step.stops + len(step.chunks))
 
     def _note_chunks(self, step: InFlightStep, live: Int64s) -> None:
         """The KV of these positions is computed now."""
@@ -129,6 +153,25 @@ class StepSettling:
         delivery = _delivery(step, result, rows, accepted)
         self._finish_rows(at, stopped, ended)
         return delivery
+
+    def _with_prompts(
+        self, step: InFlightStep, result: StepResult, live: Int64s, delivery: Delivery
+    ) -> tuple[Delivery, tuple[PromptLogprobs, ...]]:
+        """The delivery and the log-probabilities of prompts: a row that has them and no token is added at the end."""
+        serials, counts, tokens, logprobs = delivery
+        places = {serial: place for place, serial in enumerate(serials.tolist())}
+        sound, more, prompts = frozenset(live.tolist()), [], []
+        for item in result.prompt_logprobs:
+            serial = int(step.rows.serials[item.row])
+            if item.row not in sound or self._slots.discarded[step.rows.slots[item.row]]:
+                continue
+            if serial not in places:
+                places[serial] = len(places)
+                more.append(serial)
+            prompts.append(replace(item, row=places[serial]))
+        serials = np.concatenate((serials, np.array(more, dtype=serials.dtype)))
+        counts = np.concatenate((counts, np.zeros(len(more), dtype=counts.dtype)))
+        return (serials, counts, tokens, logprobs), tuple(prompts)
 
     def _append_all(self, result: StepResult, rows: Int64s, at: Int64s) -> tuple[Int32s, Bools]:
         """Append each row's tokens up to its first stop. Returns how many were taken, and which rows drew a stop."""
@@ -188,7 +231,7 @@ class StepSettling:
 
     def _judge_acknowledgement(self, request: Request, agreed: bool) -> None:
         """A preempted request ends here if the sides disagree about it, or if it continues elsewhere."""
-        self.broken_rows += not agreed
+        self.broken_rows += not agreed and request.ends_as is not FinishReason.CONSTRAINT_FAILED
         if not agreed and request.ends_as is None:
             request.ends_as = FinishReason.ERROR
         if request.ends_as is None and self._reschedules and not request.submission.resumes_in_place:

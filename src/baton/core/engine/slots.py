@@ -61,6 +61,8 @@ class Slots:
         """The most tokens that steps in flight may still yield."""
         self.computed = np.zeros(slots, dtype=np.int64)
         self.limit = np.zeros(slots, dtype=np.int64)
+        self.burst = np.ones(slots, dtype=np.int64)
+        """Most tokens that one decode of the row may yield."""
         self.stops_from = np.zeros(slots, dtype=np.int64)
         """A stop token counts only once `known` has reached this (`min_tokens`)."""
         self.stop_ids = np.full((slots, 1), PAD, dtype=np.int32)

@@ -46,8 +46,8 @@ class StepRows(Struct, frozen=True):
         )
 
     @classmethod
-    def of_decodes(cls, slots: Slots, rows: Int64s, burst: int) -> StepRows:
-        return cls.of(slots, rows, np.full(len(rows), burst, dtype=np.int32))
+    def of_decodes(cls, slots: Slots, rows: Int64s) -> StepRows:
+        return cls.of(slots, rows, slots.burst[rows].astype(np.int32))
 
 
 class InFlightStep(Struct, frozen=True):

@@ -37,6 +37,8 @@ def _refuse(submission: Submission, config: WorkerConfig) -> Refusal | None:
         return Refusal(RefusalCode.EMPTY_PROMPT, "the prompt is empty")
     if len(submission.generated) and (refusal := _refuse_continuation(submission)):
         return refusal
+    if refusal := refuse_constraint(submission, config.constraint_backends):
+        return refusal
     wanted = submission.known_tokens + 1 if asked is None else prompt + asked
     made_of = f"{prompt} in the prompt" + ("" if asked is None else f" and {asked} to generate (max_tokens)")
     if wanted > config.context_tokens:
@@ -59,4 +61,23 @@ def _refuse_continuation(submission: Submission) -> Refusal | None:
         return Refusal(RefusalCode.NOTHING_LEFT, text)
     if int(generated[-1]) in sampling.stop_token_ids and len(generated) > sampling.min_tokens:
         return Refusal(RefusalCode.NOTHING_LEFT, "what was generated elsewhere ends with a stop token")
+    return None
+
+
+def refuse_constraint(submission: Submission, backends: tuple[tuple[str, str], ...]) -> Refusal | None:
+    """Why the constraint cannot be enforced with these backends, each a name and a version.
+
+    Another version takes a request from its beginning. One in mid-answer it refuses: it may find another next token than
+    the version that began it.
+    """
+    constraint = submission.sampling.constraint
+    if constraint is None:
+        return None
+    versions = [version for name, version in backends if name == constraint.backend]
+    if not versions:
+        text = f"this instance cannot enforce constraints of {constraint.backend}"
+        return Refusal(RefusalCode.NO_BACKEND, text)
+    if len(submission.generated) and constraint.version not in versions:
+        text = f"the answer began under {constraint.backend} {constraint.version}, and this instance has {versions[0]}"
+        return Refusal(RefusalCode.OTHER_BACKEND_VERSION, text)
     return None

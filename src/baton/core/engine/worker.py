@@ -47,7 +47,7 @@ RETRY_AFTER_S = 1
 """Retry-After of a refusal because of a full queue: one second is about one queue position on a busy GPU."""
 
 
-class StepDone(Struct, frozen=True):
+class StepDone(Struct, frozen=True, gc=False):
     result: StepResult
 
 
@@ -70,13 +70,13 @@ class GroupRefused:
     refusal: Refusal
 
 
-class Launch(Struct, frozen=True):
+class Launch(Struct, frozen=True, gc=False):
     """Give this plan to the executor; hand its result back as StepDone."""
 
     plan: StepPlan
 
 
-class Deliver(Struct, frozen=True):
+class Deliver(Struct, frozen=True, gc=False):
     """The result of a step, for the front end."""
 
     settled: Settled
@@ -241,7 +241,8 @@ class Worker:
         return _effects(self._side.advance(self._now_us))
 
     def _outcomes(self, outcomes: list[Outcome]) -> list[Effect]:
-        effects: list[Effect] = []
+        acts: Acts = []
+        has_made_room = False
         for outcome in outcomes:
             match outcome:
                 case Loaded(serial, blocks):
@@ -249,8 +250,11 @@ class Worker:
                 case Departed(serial):
                     ended = self.scheduler.departed(serial)
             if ended is not None:
-                effects += _effects(self._side.left(ended))
-        return effects
+                acts += self._side.left(ended)
+                has_made_room = True
+        if has_made_room:  # for what waits: perhaps no other event comes
+            acts += self._side.advance(self._now_us)
+        return _effects(acts)
 
     def _drain(self) -> None:
         self._draining = True

@@ -27,7 +27,7 @@ class PdStage(StrEnum):
     DECODE = "decode"
 
 
-class PdFault(Struct, array_like=True, frozen=True):
+class PdFault(Struct, array_like=True, frozen=True, gc=False):
     """Why an attempt in which one instance prefills and another decodes ended early."""
 
     code: PdCode

@@ -192,6 +192,8 @@ class PrefillSide(HandoverSide):
         config, known = self._worker_config, submission.known
         if self.draining:
             return "the instance is draining"
+        if submission.sampling.prompt_logprobs is not None:
+            return "log-probabilities of a prompt are computed where it decodes"
         if not len(submission.prompt) or len(known) >= config.context_tokens or len(known) > config.pool_tokens:
             return (
                 f"a prompt of {len(known)} tokens does not fit a context of {config.context_tokens}, "
@@ -199,6 +201,9 @@ class PrefillSide(HandoverSide):
             )
         if not 0 <= int(known.min()) <= int(known.max()) < self._config.vocabulary:
             return "the prompt has token ids that this model does not know"
+        constraint = submission.sampling.constraint
+        if constraint is not None and (constraint.backend, constraint.version) not in config.constraint_backends:
+            return f"it has no {constraint.backend} {constraint.version} for the constraint"  # its first token is drawn here
         if self.queued >= config.waiting_max:
             return f"its queue is full: {self.queued} prefills wait"
         return None

@@ -19,6 +19,7 @@ from baton.core.routing.events import DeliverTokens, HeldChoice, RequestClaimed,
 from baton.core.routing.fleet_members import FleetMember
 from baton.core.routing.identity import ChoiceAttempt, RequestNumber
 from baton.core.routing.routed_request import (
+    OVER,
     Attempt,
     ChoiceMove,
     ChoiceState,
@@ -34,7 +35,6 @@ from baton.core.routing.routed_requests import RoutedRequests, digest_of
 
 Kept = tuple[int, ChoiceAttempt]
 """A serial of the instance, and the attempt it belongs to from now on."""
-OVER = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 class Adoption:
@@ -52,8 +52,8 @@ class Adoption:
     def adopt(self, member: FleetMember, held: Sequence[HeldChoice]) -> tuple[Kept, ...]:
         """Take over the requests of a joining instance. Returns the serials that it continues; it drops the others."""
         keep: list[Kept] = []
-        extras: dict[RequestNumber, dict[int, tuple[object, ...]]] = {}
-        """Log-probabilities of the orphans found in this join, by choice."""
+        found: dict[RequestNumber, dict[int, HeldChoice]] = {}
+        """Orphans found in this join, by choice: for their log-probabilities."""
         furthest, hashes = _furthest(held), self._requests.hashes
         digests: dict[bytes, bytes] = {}
         """Origin → digest: one origin may be megabytes long, and belong to hundreds of choices."""
@@ -67,9 +67,9 @@ class Adoption:
             if choice is None or not _wanted(choice, item):
                 continue
             if not choice.request.opened and choice.request.orphan:
-                extras.setdefault(choice.request.number, {})[choice.index] = item.extras
+                found.setdefault(choice.request.number, {})[choice.index] = item
             keep.append((item.serial, self._take_over(choice, item, member)))
-        for number, known in extras.items():
+        for number, known in found.items():
             self._announce(self._pending[number], known)
         return tuple(keep)
 
@@ -114,10 +114,12 @@ class Adoption:
         if reason is not None:
             if item.end is not None and item.end.generated_tokens < len(choice.delivered):
                 choice.keep = item.end.generated_tokens  # it was cut before its router was lost
-            requests.end(choice, reason, None, missing, extras, cached)
+            requests.end(choice, reason, None, missing, extras, cached, item.prompt_extras)
             return attempt.of(choice)
-        if choice.request.opened and (missing or cached is not None):
-            requests.effects.append(DeliverTokens(choice.request.number, choice.index, missing, extras, cached, None))
+        if choice.request.opened and (missing or cached is not None or item.prompt_extras is not None):
+            requests.effects.append(
+                DeliverTokens(choice.request.number, choice.index, missing, extras, cached, None, item.prompt_extras)
+            )
         if item.end is None:
             self._resume(choice, attempt)
         return attempt.of(choice)
@@ -164,16 +166,18 @@ class Adoption:
         choice.refusals, choice.turned_down_by = 0, None
         requests.note(choice, TimelineStage.RESUMED, attempt.member.name)
 
-    def _announce(self, request: RoutedRequest, extras: dict[int, tuple[object, ...]]) -> None:
+    def _announce(self, request: RoutedRequest, found: dict[int, HeldChoice]) -> None:
         choices, request.opened = request.choices, True
+        told = [found.get(choice.index) for choice in choices]
         self._requests.effects.append(
             UnclaimedFound(
                 request.number,
                 request.origin,
                 tuple(None if choice.state is ChoiceState.ABSENT else tuple(choice.delivered) for choice in choices),
-                tuple(extras.get(choice.index, ()) for choice in choices),
+                tuple(() if item is None else item.extras for item in told),
                 tuple(choice.cached_tokens for choice in choices),
                 tuple(choice.outcome for choice in choices),
+                tuple(None if item is None else item.prompt_extras for item in told),
             )
         )
 

@@ -27,6 +27,8 @@ from baton.core.routing.fleet_members import FleetMember
 from baton.core.routing.identity import AttemptId, ChoiceAttempt
 from baton.core.routing.routed_request import (
     ABOUT_THE_INSTANCE,
+    NO_KV,
+    OVER,
     Attempt,
     ChoiceMove,
     ChoiceState,
@@ -78,17 +80,19 @@ class Attempts:
             requests.move_meter.resumed(choice, requests.now_us)
         choice.delivered += tokens
         if end is None:
-            requests.effects.append(DeliverTokens(event.attempt.request, choice.index, tokens, event.extras, cached, None))
+            requests.effects.append(_delivery(event, cached))
             return
         add_bill(choice, end.bill)
-        if end.reason in (FinishReason.STOP, FinishReason.LENGTH):
+        if end.reason in OVER:
             if end.generated_tokens < len(choice.delivered):
                 choice.keep = end.generated_tokens  # its client had cut it, and then its router was lost
-            requests.end(choice, end.reason, None, tokens, event.extras, cached)
+            requests.end(choice, end.reason, None, tokens, event.extras, cached, event.prompt_extras)
             return
-        if tokens:
-            requests.effects.append(DeliverTokens(event.attempt.request, choice.index, tokens, event.extras, cached, None))
+        if tokens or event.prompt_extras is not None:
+            requests.effects.append(_delivery(event, cached))
         choice.billed.add(attempt_key(choice.attempt.member, end))
+        if end.fault is not None and end.fault.code in NO_KV:
+            choice.failed_handovers += 1
         cause = MoveCause.PREEMPTED if is_preemption(end) else MoveCause.LOST
         self.go_on_elsewhere(choice, cause, fault_of(end, choice.attempt.member.name))
 
@@ -243,6 +247,11 @@ class Attempts:
         else:
             text = f"no instance could take the request: {fault.reason}"
             self._requests.decline(choice.request, RefusalCode.NO_INSTANCE, text)
+
+
+def _delivery(event: TokensCame, cached: int | None) -> DeliverTokens:
+    which = event.attempt
+    return DeliverTokens(which.request, which.choice, event.tokens, event.extras, cached, None, event.prompt_extras)
 
 
 def _unanswered(attempt: Attempt | None) -> list[RoutedChoice]:

@@ -106,6 +106,9 @@ class RouterConfig:
         Bounds(least=1),
     ] = 600_000  # fmt: skip
     """An instance without a sign of life, or with an engine that is silent and does not run, for this long is removed."""
+    deaf_us: AtLeastOne = 2_000_000
+    """An instance that says that nothing of this router has reached it for this long is removed. Several times the interval
+    of the router's signs of life."""
     drain_us: AtLeastOne = 30_000_000
     """Choices still open at a draining instance after this long continue elsewhere."""
     orphan_grace_us: Annotated[

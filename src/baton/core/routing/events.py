@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, NamedTuple, NewType
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from baton.core.bounds import NAME_CHARS_MAX, Address, Count, Fingerprint, Incarnation, Name, Positive, WireMessage
 from baton.core.engine.change_journal import NO_KEYS_CHANGED, CachedKeysChanged
@@ -25,7 +25,7 @@ from baton.core.errors import Refusal
 from baton.core.handover.faults import PdFault
 from baton.core.routing.identity import AttemptId, ChoiceAttempt, RequestNumber
 
-MEMBERSHIP_VERSION = 2
+MEMBERSHIP_VERSION = 4
 """Version of the messages between routers and instances."""
 
 Session = NewType("Session", int)
@@ -89,6 +89,10 @@ class Heartbeat:
     """A second sign beside silence: the engine's process uses a CPU or waits for one, so it is late and not stopped."""
     step_limit_us: int = 60_000_000
     """Time after which a step there that has not ended is a stall."""
+    router_silent_us: int = 0
+    """Time since anything of this router came there."""
+    unanswered: AttemptId | None = None
+    """Of the attempts sent there that it has neither accepted nor refused, the one that was sent first."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,6 +117,8 @@ class HeldChoice:
     """Its end, if it ended there meanwhile."""
     preemptions: int = 0
     """How often it was preempted so far, there and before it came there."""
+    prompt_extras: object = None
+    """Log-probabilities of its prompt, as far as they were computed there."""
 
 
 # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -213,6 +219,8 @@ class TokensCame(NamedTuple):
     """Passed on to the client with the tokens (their log-probabilities); not read here."""
     cached_tokens: int | None = None
     end: EndedRequest | None = None
+    prompt_extras: object = None
+    """Passed on as `extras` are: log-probabilities of its prompt, which come before the first token or with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +262,8 @@ class RejectInstance:
     reason: str
     fenced: bool
     """A later incarnation of the same name is known: this one must stop serving."""
+    known_incarnation: int = 0
+    """That incarnation; 0 where it is not fenced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,8 +325,7 @@ class ForgetChoices:
     attempt: AttemptId
 
 
-@dataclass(frozen=True, slots=True)
-class RequestOpened:
+class RequestOpened(Struct, frozen=True, gc=False):
     """To the client: an instance accepted the request, for the first time."""
 
     request: RequestNumber
@@ -330,8 +339,7 @@ class RequestDeclined:
     refusal: Refusal
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceOutcome:
+class ChoiceOutcome(Struct, frozen=True, gc=False):
     """The end of a choice, over all of its attempts."""
 
     reason: FinishReason
@@ -351,6 +359,8 @@ class DeliverTokens(NamedTuple):
     extras: object
     cached_tokens: int | None
     outcome: ChoiceOutcome | None
+    prompt_extras: object = None
+    """May come again after a move: the first counts."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -365,6 +375,8 @@ class UnclaimedFound:
     """By choice, for its last tokens: those from before a move are lost."""
     cached_tokens: tuple[int | None, ...]
     outcomes: tuple[ChoiceOutcome | None, ...]
+    prompt_extras: tuple[object, ...] = ()
+    """By choice, as far as an instance still has them; empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,8 +398,7 @@ class TimelineStage(Enum):
     ENDED = "ended"
 
 
-@dataclass(frozen=True, slots=True)
-class TimelineNoted:
+class TimelineNoted(Struct, frozen=True, gc=False):
     """For the log, the metrics and the timeline: an event of a choice."""
 
     request: RequestNumber

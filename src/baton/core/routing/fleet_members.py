@@ -6,8 +6,9 @@
 
 An instance is known by its name; each restart of its process has a higher incarnation, and an older incarnation is rejected
 while a newer one has joined or was heard within FENCE_US. An incarnation that drains does so until its end, even when it
-reconnects. Silence is measured in time in which the router itself was awake. What happens to the requests of an instance
-that is gone is decided elsewhere.
+reconnects. Silence is measured in time in which the router itself was awake. A connection can fail in one direction: an
+instance that says that it hears nothing of the router is removed like one that says nothing, and so is one that leaves
+attempts unanswered. What happens to the requests of an instance that is gone is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from baton.core.config import ROLES, Role
 from baton.core.engine.gauges import SchedulerGauges
 from baton.core.routing.config import RouterConfig
 from baton.core.routing.events import Heartbeat, Instance, Join, Session
+from baton.core.routing.identity import AttemptId
 from baton.core.state_machine import FastEnum, StateMachine
 
 if TYPE_CHECKING:
@@ -68,6 +70,12 @@ class FleetMember:
     """Time of its last message, shifted by the time in which the router was not awake."""
     progress_us: int
     """Time at which its engine last finished a step, or had none to compute."""
+    hears_us: int
+    """Time at which it last heard this router, by what it says; shifted in the same way."""
+    unanswered: AttemptId | None = None
+    """The oldest attempt that waited for its answer at the last beat."""
+    unanswered_us: int = 0
+    """Time of the first beat at which it was that one; shifted in the same way."""
     doubted_us: int | None = None
     """When a look found it silent; None: the last look did not."""
     ledger: SchedulerGauges = field(default_factory=SchedulerGauges)
@@ -111,6 +119,8 @@ class JoinRejection:
 
     reason: str
     fenced: bool = False
+    known_incarnation: int = 0
+    """Where fenced: the later incarnation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +171,8 @@ class FleetMembers:
         life = self._lives.get(facts.name)
         if life is not None and facts.incarnation < life.incarnation and self._is_fresh(facts.name, life, now_us):
             newer = f"incarnation {life.incarnation} has joined"
-            return JoinRejection(f"{facts.name} of incarnation {facts.incarnation} is outlived: {newer}", fenced=True)
+            outlived = f"{facts.name} of incarnation {facts.incarnation} is outlived: {newer}"
+            return JoinRejection(outlived, fenced=True, known_incarnation=life.incarnation)
         if facts.role not in ROLES:
             return JoinRejection(f"its role is {facts.role!r}, and roles are {', '.join(ROLES)}")
         if (holder := self._living_holder(facts, now_us)) is not None:
@@ -216,7 +227,7 @@ class FleetMembers:
         if draining and life.drain_by_us is None:
             life.drain_by_us = now_us + self._config.drain_us
         state = MemberState.JOINED if life.drain_by_us is None else MemberState.DRAINING
-        member = FleetMember(session, facts, ROLES[facts.role], state, now_us, now_us, drain_by_us=life.drain_by_us)
+        member = FleetMember(session, facts, ROLES[facts.role], state, now_us, now_us, now_us, drain_by_us=life.drain_by_us)
         self.model = self.model or facts
         self.members[session] = self.by_name[facts.name] = member
         if len(self._lives) > NAMES_MAX:
@@ -258,6 +269,8 @@ class FleetMembers:
         for member in self.members.values():
             member.heard_us += late_us
             member.progress_us += late_us
+            member.hears_us += late_us
+            member.unanswered_us += late_us
             if member.doubted_us is not None:
                 member.doubted_us += late_us
 
@@ -268,18 +281,33 @@ class FleetMembers:
             member.heard_us = now_us
 
     def beaten(self, member: FleetMember, sign: Heartbeat, now_us: int) -> Suspicion | None:
+        # An engine that cannot speak cannot compute or answer either: that time is judged as its silence.
+        mute_us = max(0, now_us - member.heard_us) if sign.engine_silent_us >= self._config.beat_us else 0
         if not sign.computing or sign.ledger.steps != member.ledger.steps:
             member.progress_us = now_us
-        elif sign.engine_silent_us >= self._config.beat_us:
-            member.progress_us += max(0, now_us - member.heard_us)  # an engine that cannot speak cannot compute either
+        else:
+            member.progress_us += mute_us
+        member.unanswered_us = member.unanswered_us + mute_us if sign.unanswered == member.unanswered else now_us
+        member.unanswered = sign.unanswered
+        member.hears_us = max(member.hears_us, now_us - sign.router_silent_us)
         member.heard_us = now_us
         member.ledger = sign.ledger
         member.promised_blocks = 0
+        return self._suspicion_of(member, sign, now_us)
+
+    def _suspicion_of(self, member: FleetMember, sign: Heartbeat, now_us: int) -> Suspicion | None:
+        """What this beat says that makes it worthless as a place for requests."""
         if sign.engine_silent_us >= self._config.engine_suspect_us(sign.engine_runs):
             return Suspicion(member, "suspected", f"its engine gave no sign of life for {sign.engine_silent_us // 1000} ms")
         stuck_us = now_us - member.progress_us
         if stuck_us >= sign.step_limit_us:
             return Suspicion(member, "stuck", f"its engine computes and finished no step for {stuck_us // 1000} ms")
+        deaf_us = now_us - member.hears_us
+        if deaf_us >= self._config.deaf_us:
+            return Suspicion(member, "suspected", f"it has heard nothing of this router for {deaf_us // 1000} ms")
+        unanswered_us = now_us - member.unanswered_us
+        if member.unanswered is not None and unanswered_us >= sign.step_limit_us:
+            return Suspicion(member, "stuck", f"it has not answered an attempt for {unanswered_us // 1000} ms")
         return None
 
     def silent(self, now_us: int) -> list[Suspicion]:

@@ -44,6 +44,8 @@ class PlacementDemand:
     """Tokens of the longest sequence it may become."""
     avoid: tuple[Instance, ...]
     """Instances to avoid while there is another one; the last of them most."""
+    prefills_in_place: bool = False
+    """The instance that decodes it prefills it as well."""
     begun: bool = False
     """It has run at an instance: it waits for one that can hold it."""
     yielded_at: tuple[Instance, ...] = ()
@@ -86,6 +88,8 @@ class Placement:
         able = [member for member in self._candidates(wanted, holders, known) if self.has_room(member)]
         if not able:
             return None
+        if wanted.prefills_in_place:
+            prefillers = ()
         member = self._pick(wanted, able, prefillers, known)
         prefills = []
         for prompt, found in zip(wanted.prompts, known, strict=True):

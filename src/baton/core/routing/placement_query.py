@@ -31,6 +31,7 @@ class PlacementQuery:
         first: dict[RequestId, tuple[RoutedChoice, Submission]] = {}
         tokens: dict[RequestId, int] = {}
         longest, avoid, yielded_at = 0, list[Instance](), list[Instance]()
+        in_place = any(choice.prefills_in_place for choice in batch)
         for choice in batch:
             submission = self.settled(choice)
             prompt = leads(submission)
@@ -43,7 +44,7 @@ class PlacementQuery:
                 avoid.append(choice.turned_down_by)
         prompts = [PromptToPlace(name, tokens[name], self._keys(name, *first[name])) for name in first]
         begun = batch[0].request.opened
-        return PlacementDemand(tuple(prompts), longest, tuple(avoid), begun, tuple(yielded_at))
+        return PlacementDemand(tuple(prompts), longest, tuple(avoid), in_place, begun, tuple(yielded_at))
 
     def settled(self, choice: RoutedChoice) -> Submission:
         """Its submission with a limit, the same for all attempts: without one by the client, as much as fits anywhere."""

@@ -78,8 +78,14 @@ TRANSITIONS: dict[tuple[ChoiceState, ChoiceMove], ChoiceState] = {
 
 ABOUT_THE_INSTANCE = (RefusalCode.DRAINING, RefusalCode.QUEUE_FULL, RefusalCode.WRONG_ROLE, RefusalCode.DUPLICATE_ID)
 """Refusals that another instance, or the same one a little later, need not repeat."""
+OVER = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.CONSTRAINT_FAILED)
+"""Ends of the answer itself, which would be the same elsewhere; others end an attempt."""
 NO_ROOM = (PdCode.REFUSED, PdCode.PREEMPTED, PdCode.TIMEOUT)
 """Ends for want of blocks, or of a prefilling peer with time for it. None of them is the fault of the request."""
+NO_KV = (PdCode.NOT_DELIVERED, PdCode.TIMEOUT)
+"""Ends because the KV of its prefilling peer did not come, or not in time."""
+FAILED_HANDOVERS_MAX = 2
+"""After so many of them a choice is prefilled where it decodes: its prefill may take longer than a peer is given."""
 
 
 # ── records ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -109,6 +115,8 @@ class RoutedChoice:
     """Number of tokens it had at the last loss."""
     yields: int = 0
     """Times that an instance had no room for it: they bound its moves."""
+    failed_handovers: int = 0
+    """Attempts that ended because a peer that was to prefill it did not deliver."""
     preemptions: int = 0
     """Times that it was preempted anywhere, as far as instances have said; it travels with every attempt."""
     sent_preemptions: int = 0
@@ -143,6 +151,12 @@ class RoutedChoice:
     """The instance chosen to prefill it and the number of tokens, until the first token comes."""
     yielded_us: int | None = None
     """Time of its preemption, until the first token after it; None if it was not preempted, or has resumed."""
+
+    @property
+    def prefills_in_place(self) -> bool:
+        """After failed hand-overs, and where log-probabilities of the prompt are asked for: no hand-over carries them."""
+        scores_prompt = self.submission is not None and self.submission.sampling.prompt_logprobs is not None
+        return scores_prompt or self.failed_handovers >= FAILED_HANDOVERS_MAX
 
     @property
     def where(self) -> Instance | None:
@@ -308,6 +322,7 @@ def group_of(
     """
     leaders: dict[RequestId, RequestId] = {}
     group = []
+    prefills_in_place = any(choice.prefills_in_place for choice, _ in choices)
     for choice, submission in choices:
         prompt = leads(submission)
         leader = leaders.get(prompt)
@@ -320,6 +335,7 @@ def group_of(
                 prefill_at=prefill_at.get(prompt, ""),
                 preemptions=choice.preemptions,
                 resumes_in_place=choice.resumes_in_place,
+                prefills_in_place=prefills_in_place,
                 move_us_per_token=move_us_per_token,
             )
         )

@@ -203,14 +203,16 @@ class RoutedRequests:
 
     def end(
         self, choice: RoutedChoice, reason: FinishReason, fault: PdFault | None = None,
-        tokens: list[int] | None = None, extras: object = None, cached: int | None = None,
+        tokens: list[int] | None = None, extras: object = None, cached: int | None = None, prompt_extras: object = None,
     ) -> None:  # fmt: skip
         request, where = choice.request, choice.where
         self.leave(choice)
         self.move(choice, ChoiceMove.END)
         choice.outcome = outcome = outcome_of(choice, reason, fault)
         if request.opened:
-            self.effects.append(DeliverTokens(request.number, choice.index, tokens or [], extras, cached, outcome))
+            self.effects.append(
+                DeliverTokens(request.number, choice.index, tokens or [], extras, cached, outcome, prompt_extras)
+            )
         self.note(choice, TimelineStage.ENDED, where, reason.value if fault is None else f"{reason.value}: {fault.message}")
         self.limits.close(request.tenant, len(choice.delivered), self.now_us)
         request.open_choices -= 1

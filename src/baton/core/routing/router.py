@@ -202,7 +202,8 @@ class Router:
             fleet.forget_model()
         objection = fleet.objection(facts, now_us)
         if objection is not None:
-            self._requests.effects.append(RejectInstance(event.session, objection.reason, objection.fenced))
+            outlived_by = objection.known_incarnation
+            self._requests.effects.append(RejectInstance(event.session, objection.reason, objection.fenced, outlived_by))
             what = "fenced" if objection.fenced else "refused"
             self._requests.effects.append(FleetChanged(facts.name, facts.incarnation, what, objection.reason))
             return
@@ -242,14 +243,15 @@ class Router:
         if member is None:
             self.counts.late += 1
             return
+        # First: what is moved because of this beat goes with the counts that it tells of.
+        if event.sign.preempted:
+            self._attempts.preempted(member, event.sign.preempted)
         suspicion = self.fleet.beaten(member, event.sign, self._requests.now_us)
         if suspicion is not None:
             self._suspect(member, suspicion.what, suspicion.why)
             return
         if event.sign.notes:
             self._attempts.noted(member, event.sign.notes)
-        if event.sign.preempted:
-            self._attempts.preempted(member, event.sign.preempted)
         names = event.sign.names
         if names.fresh or names.named or names.forgotten:
             self._dispatcher.prefixes.hear(event.session, names)

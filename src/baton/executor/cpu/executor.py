@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -25,13 +25,27 @@ import msgspec
 import numpy as np
 import torch
 
-from baton.core.engine.plan import NO_INT32S, Chunk, Int32s, Logprobs, RowOutcome, Start, StepPlan, StepResult, Stop
-from baton.core.engine.request import NO_TOKENS, Sampling, Tokens, frozen_tokens
+from baton.core.engine.plan import (
+    NO_INT32S,
+    NO_INT64S,
+    Chunk,
+    Int32s,
+    Int64s,
+    Logprobs,
+    RowOutcome,
+    Start,
+    StepPlan,
+    StepResult,
+    Stop,
+)
+from baton.core.engine.request import NO_TOKENS, PromptLogprobs, Sampling, Tokens, frozen_tokens
 from baton.core.errors import InvariantViolated
+from baton.executor.constraints.compiled_cache import NO_CONSTRAINTS, CompiledConstraints, MakeBackends, no_backends
 from baton.executor.contract import Allocate, ExecutorShape, KvView, LayerDone, zeroed
 from baton.executor.cpu.native_attention import NativeAttention, can_serve
 from baton.executor.cpu.native_kernels import LANES, NativeKernels, load_kernels
-from baton.executor.drafts import DraftProposer, DraftTokens, NaiveProposer, accepted_drafts, no_drafts
+from baton.executor.drafts import DraftProposer, DraftTokens, NaiveProposer, accepted_drafts, drafts_of, no_drafts
+from baton.executor.final_hidden import FinalHidden
 from baton.executor.fingerprint import fingerprint_model
 from baton.executor.kv_pool import KvPool, blocks_for_memory, kv_bytes_per_block
 from baton.executor.layer_probe import fuse_model
@@ -39,6 +53,7 @@ from baton.executor.model_loading import LoadedModel, forward, load_model
 from baton.executor.model_support import UnsupportedModel
 from baton.executor.packing import FeedRange, PackedBatch, pack
 from baton.executor.paged_attention import AttentionContext, GatherAttention
+from baton.executor.prompt_scores import PromptScorer, ScoredRange
 from baton.executor.sampling import Sampler
 from baton.executor.slot_table import NO_BLOCK, SlotTable
 from baton.executor.step_results import ResultRows, begin_rows, joined_logprobs
@@ -66,6 +81,8 @@ class _Work:
     """Drafts of the decodes."""
     rows: Int32s
     """Row of the result for each sequence that samples: chunks, then decodes."""
+    scored: list[ScoredRange]
+    """Prompt tokens whose log-probabilities are asked for."""
 
     @property
     def slots(self) -> Int32s:
@@ -77,6 +94,13 @@ class _Work:
     def first_decode(self) -> int:
         """Index of the first decode among the sequences that sample."""
         return len(self.rows) - len(self.decode_slots)
+
+    @property
+    def all_drafts(self) -> DraftTokens:
+        """Drafts of each sequence that samples."""
+        chunks = np.zeros((self.first_decode, self.drafts.tokens.shape[1]), dtype=np.int32)
+        counts = np.concatenate([np.zeros(self.first_decode, dtype=np.int32), self.drafts.counts])
+        return DraftTokens(np.concatenate([chunks, self.drafts.tokens]), counts)
 
     @property
     def draws(self) -> Int32s:
@@ -93,9 +117,13 @@ class _Yield:
     counts: Int32s
     logprobs: tuple[Logprobs, ...]
     """`row` is the index of the sequence."""
+    sat_out: Int64s
+    """Indexes of the sequences whose masks were late."""
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    """`row` is that of the result."""
 
 
-NOTHING = _Yield(NO_TOKENS, NO_INT32S, ())
+NOTHING = _Yield(NO_TOKENS, NO_INT32S, (), NO_INT64S)
 
 
 class TorchCpuExecutor:
@@ -108,10 +136,11 @@ class TorchCpuExecutor:
         thread: ThreadPoolExecutor,
         allocate: Allocate = zeroed,
         proposer: DraftProposer = NAIVE,
+        constraints: CompiledConstraints = NO_CONSTRAINTS,
     ) -> None:
         """With `kernels` attention is native, without them gathered; the pool's layout depends on which.
 
-        `proposer` is used only where the shape allows more than one token per decode.
+        `proposer` is used only where the shape allows more than one token per decode, `constraints` where a request has one.
         """
         self.shape = shape
         self.vocabulary = loaded.vocabulary
@@ -123,7 +152,11 @@ class TorchCpuExecutor:
         self._slots = SlotTable(shape)
         self._kv = KvPool(loaded.layers, shape.blocks, shape.block_size, loaded.dtype, allocate)
         self.on_layer: LayerDone | None = None
-        self._sampler = Sampler(shape.slots, loaded.vocabulary, torch.device("cpu"))
+        self.constraints = constraints
+        """Its backends for constraints, and what they have compiled."""
+        self._sampler = Sampler(shape.slots, loaded.vocabulary, torch.device("cpu"), constraints)
+        self._scorer = PromptScorer(loaded.vocabulary, torch.device("cpu"))
+        self._hidden = FinalHidden(loaded.model)
         self._proposer = proposer
         self._last_step = NOTHING_RAN
         self._in_doubt = False
@@ -145,8 +178,11 @@ class TorchCpuExecutor:
         allocate: Allocate = zeroed,
         burst: int = 1,
         proposer: DraftProposer = NAIVE,
+        constrained_burst: int = 0,
+        backends: MakeBackends = no_backends,
     ) -> TorchCpuExecutor:
-        """Load a model folder. `blocks` overrides `kv_memory_bytes`; the context defaults to the model's own."""
+        """Load a model folder. `blocks` overrides `kv_memory_bytes`; the context defaults to the model's own. `backends`
+        makes those for constraints from the size of the vocabulary."""
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="baton-executor")
         try:
             loaded, kernels = thread.submit(_prepare, path, dtype, attention, block_size).result()
@@ -160,9 +196,12 @@ class TorchCpuExecutor:
             block_size=block_size,
             context_tokens=min(context_tokens or loaded.context_tokens, loaded.context_tokens),
             burst=burst,
+            constrained_burst=constrained_burst,
         )
         layout = f"block outermost, {'gathered' if kernels is None else 'native'}, block_size={block_size}"
-        return cls(loaded, shape, fingerprint_model(path, dtype, layout), kernels, thread, allocate, proposer)
+        constraints = CompiledConstraints(backends(loaded.vocabulary))
+        fingerprint = fingerprint_model(path, dtype, layout)
+        return cls(loaded, shape, fingerprint, kernels, thread, allocate, proposer, constraints)
 
     @property
     def kv(self) -> KvView:
@@ -197,6 +236,7 @@ class TorchCpuExecutor:
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
+        self._sampler.close()
         self._kv.release()
 
     @torch.inference_mode()
@@ -226,15 +266,18 @@ class TorchCpuExecutor:
                 answer.outcomes[row] = RowOutcome.PREEMPTED
                 answer.known[row] = self._slots.stop(stop.slot)
                 self._sampler.stop(stop.slot)
+                self._scorer.stop(stop.slot)
         for copy in plan.copies:
             self._kv.copy(copy.source, copy.target)
         for start in plan.starts:
             self._slots.start(start)
             self._sampler.start(start.slot, start.tokens, start.prompt_tokens, start.sampling)
+            self._scorer.start(start.slot, start.tokens, start.prompt_tokens, start.sampling)
         self._slots.grow(plan.grow_slots, plan.grow_at, plan.grow_blocks)
 
     def _choose_work(self, plan: StepPlan, answer: ResultRows) -> _Work:
         chunks: list[FeedRange] = []
+        chunk_rows: list[int] = []
         sampled_rows: list[int] = []
         for row, chunk in enumerate(plan.chunks, start=len(plan.stops)):
             if not self._slots.holds(chunk.slot, chunk.epoch):
@@ -245,11 +288,12 @@ class TorchCpuExecutor:
                 continue
             samples = chunk.samples and bool(self._slots.known[chunk.slot] < self._slots.limits[chunk.slot])
             chunks.append(FeedRange(chunk.slot, chunk.begin, chunk.end, samples))
+            chunk_rows.append(row)
             if samples:
                 sampled_rows.append(row)
         decode_slots, decode_rows = self._choose_decodes(plan, answer)
         rows = np.concatenate([np.array(sampled_rows, dtype=np.int32), decode_rows])
-        return _Work(chunks, decode_slots, self._draft(decode_slots), rows)
+        return _Work(chunks, decode_slots, self._draft(decode_slots), rows, self._scorer.ranges(chunks, chunk_rows))
 
     def _choose_decodes(self, plan: StepPlan, answer: ResultRows) -> tuple[Int32s, Int32s]:
         """The slots that can decode and their rows in the result, by array operations: a step may have a thousand."""
@@ -270,40 +314,72 @@ class TorchCpuExecutor:
 
     def _draft(self, slots: Int32s) -> DraftTokens:
         """Drafts for these slots, as many as their limits and blocks have room for."""
-        table, most = self._slots, self.shape.burst - 1
-        if not most or not len(slots):
+        table, shape = self._slots, self.shape
+        forced = self._force(slots)
+        if not len(slots) or (shape.burst == 1 and forced is None):
             return no_drafts(len(slots))
-        proposed = self._proposer.propose(table.tokens, slots, table.known[slots])
+        proposed = no_drafts(len(slots))
+        if shape.burst > 1:
+            proposed = self._proposer.propose(table.tokens, slots, table.known[slots])
+        if forced is not None:
+            proposed = proposed.instead(forced)
         left = table.limits[slots] - table.known[slots] - 1  # one token is yielded without drafts
-        drafts = proposed.cut(np.minimum(left, table.room(slots, most)))
+        drafts = proposed.cut(np.minimum(left, table.room(slots, shape.burst_max - 1)))
         table.draft(slots, drafts)
         return drafts
+
+    def _force(self, slots: Int32s) -> DraftTokens | None:
+        """The tokens that constraints force; None where no slot has a constraint, or only one token may be yielded."""
+        held, most = self._sampler.constrained[slots], self.shape.burst_max - 1
+        if not most or not held.any():
+            return None
+        known = self._slots.known[slots].tolist()
+        return drafts_of(
+            [self._sampler.forced(slot, known[row], most) if held[row] else [] for row, slot in enumerate(slots.tolist())]
+        )
 
     def _compute(self, step: int, work: _Work) -> _Yield:
         if not work.chunks and not len(work.decode_slots):
             return NOTHING
+        self._sampler.prepare(work.slots, self._slots.known[work.slots], work.all_drafts)
         batch = pack(self._slots, work.chunks, work.decode_slots, work.drafts.counts)
-        logits = forward(self._model, batch.ids, batch.positions, batch.logit_rows, self._attention(step, batch))
+        with self._hidden.kept() if work.scored else contextlib.nullcontext():
+            logits = forward(self._model, batch.ids, batch.positions, batch.logit_rows, self._attention(step, batch))
         self._mark_computed(work)
         yielded = self._draw(logits.to(self._logits_dtype), work) if len(work.rows) else NOTHING
+        if work.scored:
+            scores = self._scorer.score(work.scored, lambda rows: self._hidden.logits(rows).to(self._logits_dtype))
+            yielded = replace(yielded, prompt_logprobs=scores)
+            self._hidden.drop()
         self._slots.append(work.slots, yielded.tokens, yielded.counts)
-        self._slots.computed[work.decode_slots] = self._slots.known[work.decode_slots] - 1
+        decoded = work.decode_slots[yielded.counts[work.first_decode :] > 0]
+        self._slots.computed[decoded] = self._slots.known[decoded] - 1
         return yielded
 
     def _draw(self, logits: torch.Tensor, work: _Work) -> _Yield:
-        """Draw a token for each row of logits, and keep the accepted ones."""
+        """Draw a token for each row of logits but those of sequences that sit out, and keep the accepted ones."""
         draws = work.draws
         sequences = np.repeat(np.arange(len(draws)), draws)
         nth = np.arange(len(sequences)) - np.repeat(np.cumsum(draws) - draws, draws)
         slots = work.slots[sequences]
-        sampled = self._sampler.sample(logits, slots, self._slots.known[slots] + nth)
+        late = self._sampler.late(work.slots, np.arange(len(draws)) >= work.first_decode)
+        drawn = np.flatnonzero(~late[sequences])
+        here = logits if len(drawn) == len(sequences) else logits[torch.from_numpy(drawn)]
+        sampled = self._sampler.sample(here, slots[drawn], (self._slots.known[slots] + nth)[drawn])
+        tokens = np.zeros(len(sequences), dtype=np.int32)
+        tokens[drawn] = sampled.tokens
         counts = np.ones(len(draws), dtype=np.int32)
-        counts[work.first_decode :] += accepted_drafts(sampled.tokens[work.first_decode :], work.drafts)
+        counts[work.first_decode :] += accepted_drafts(tokens[work.first_decode :], work.drafts)
+        counts[late] = 0
+        for row in drawn[list(reversed(sampled.failed))].tolist():
+            counts[sequences[row]] = min(counts[sequences[row]], nth[row])
         stands = nth < counts[sequences]
         lines = [
-            msgspec.structs.replace(line, row=int(sequences[line.row])) for line in sampled.logprobs if stands[line.row]
+            msgspec.structs.replace(line, row=int(sequences[drawn[line.row]]))
+            for line in sampled.logprobs
+            if stands[drawn[line.row]]
         ]
-        return _Yield(sampled.tokens[stands], counts, joined_logprobs(lines))
+        return _Yield(tokens[stands], counts, joined_logprobs(lines), np.flatnonzero(late))
 
     def _attention(self, step: int, batch: PackedBatch) -> AttentionContext:
         written = None if self.on_layer is None else partial(self.on_layer, step)
@@ -320,6 +396,8 @@ class TorchCpuExecutor:
     def _finish_answer(self, plan: StepPlan, answer: ResultRows, work: _Work, yielded: _Yield) -> StepResult:
         counts = np.zeros(len(answer.slots), dtype=np.int32)
         counts[work.rows] = yielded.counts
+        answer.outcomes[work.rows[yielded.counts == 0]] = RowOutcome.CONSTRAINT_FAILED
+        answer.outcomes[work.rows[yielded.sat_out]] = RowOutcome.SAT_OUT
         present = answer.outcomes != RowOutcome.NOTHING_EMPTY_SLOT
         present[: len(plan.stops)] = False
         answer.known[present] = self._slots.known[answer.slots[present]]
@@ -333,10 +411,11 @@ class TorchCpuExecutor:
             known=answer.known,
             logprobs=tuple(msgspec.structs.replace(line, row=int(work.rows[line.row])) for line in yielded.logprobs),
             drafted=self._drafted(answer, work),
+            prompt_logprobs=yielded.prompt_logprobs,
         )
 
     def _drafted(self, answer: ResultRows, work: _Work) -> Int32s:
-        if self.shape.burst == 1:
+        if self.shape.burst_max == 1:
             return NO_INT32S
         drafted = np.zeros(len(answer.slots), dtype=np.int32)
         drafted[work.rows[work.first_decode :]] = work.drafts.counts

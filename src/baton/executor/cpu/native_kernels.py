@@ -1,7 +1,8 @@
 """Compiles `kernels.cpp` for this machine at first use and calls it through ctypes.
 
-The library is cached under a hash of source, flags, compiler and CPU, so a change of any compiles a new one. It is written
-to a temporary file and renamed, so two processes may compile at once. It is linked to `libgomp.so.1`, which torch has
+The library is cached under a hash of source, flags, compiler and CPU, so a change of any compiles a new one. It is made in a
+temporary folder and renamed, so two processes may compile at once. Where another user may have written to the cache, or the
+cache cannot be written, it is compiled into a private folder at every start. It is linked to `libgomp.so.1`, which torch has
 already loaded: both share one pool of threads. Without a compiler there are no kernels, and callers use torch instead.
 """
 
@@ -14,18 +15,19 @@ import os
 import platform
 import shutil
 import subprocess
-import tempfile
 import time
 from pathlib import Path
 
 import torch
 
-from baton.executor.cache_folder import cache_folder
+from baton.executor.cache_folder import KERNELS, MAKING, private_cache
+from baton.executor.private_files import UnsafeFile, check_file
+from baton.executor.scratch_folder import scratch_folder
 
 log = logging.getLogger(__name__)
 
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-fno-strict-aliasing")
-COMPILE_S_MAX = 120
+COMPILE_S_MAX = 300
 LANES = 16
 TILE_KEYS = 128
 HEAD_PANEL = 32
@@ -170,33 +172,49 @@ def load_kernels(dtype: torch.dtype) -> NativeKernels | None:
     if compiler is None:
         log.info("no native kernels: there is no g++ on this machine")
         return None
-    path = _compiled(compiler)
-    return None if path is None else NativeKernels(ctypes.CDLL(str(path)), dtype)
+    return _library(compiler, dtype)
 
 
-def _compiled(compiler: str) -> Path | None:
+def _library(compiler: str, dtype: torch.dtype) -> NativeKernels | None:
     source = Path(__file__).with_name("kernels.cpp")
-    target = cache_folder() / "kernels" / f"{_key(source, compiler)}.so"
-    if target.is_file():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, scratch = tempfile.mkstemp(suffix=".so", dir=target.parent)
-    os.close(descriptor)
+    try:
+        folder = private_cache(KERNELS)
+        target = folder / f"{_key(source, compiler)}.so"
+        if os.path.lexists(target):
+            check_file(target)
+            return _loaded(target, dtype)
+        with scratch_folder(MAKING, folder) as scratch:
+            made = _compiled(compiler, source, scratch.path)
+            return None if made is None else _loaded(made.replace(target), dtype)
+    except UnsafeFile as danger:
+        log.warning("native kernels are not kept, but compiled at every start: %s", danger)
+    except OSError as reason:
+        log.warning("native kernels are not kept, but compiled at every start: %s", reason)
+    with scratch_folder("baton-kernels-") as scratch:
+        made = _compiled(compiler, source, scratch.path)
+        return None if made is None else _loaded(made, dtype)
+
+
+def _loaded(path: Path, dtype: torch.dtype) -> NativeKernels:
+    return NativeKernels(ctypes.CDLL(str(path)), dtype)
+
+
+def _compiled(compiler: str, source: Path, folder: Path) -> Path | None:
+    """The library in a folder that nobody else writes; None, with the reason logged, where it cannot be compiled."""
+    made = folder / "kernels.so"
     began = time.monotonic()
     try:
-        command = [compiler, *FLAGS, "-o", scratch, str(source)]
+        command = [compiler, *FLAGS, "-o", str(made), str(source)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S_MAX, check=False)
-        if done.returncode != 0:
-            log.warning("no native kernels: the compiler failed: %s", done.stderr.strip()[-800:])
-            return None
-        Path(scratch).replace(target)
     except (OSError, subprocess.TimeoutExpired) as reason:
         log.warning("no native kernels: %s", reason)
         return None
-    finally:
-        Path(scratch).unlink(missing_ok=True)
+    if done.returncode != 0:
+        log.warning("no native kernels: the compiler failed: %s", done.stderr.strip()[-800:])
+        return None
+    made.chmod(0o700)
     log.info("compiled native kernels in %.1f s", time.monotonic() - began)
-    return target
+    return made
 
 
 def _key(source: Path, compiler: str) -> str:

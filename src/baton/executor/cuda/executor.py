@@ -21,6 +21,7 @@ import torch
 
 from baton.core.engine.plan import StepPlan, StepResult
 from baton.core.errors import InvariantViolated
+from baton.executor.constraints.compiled_cache import NO_CONSTRAINTS, CompiledConstraints, MakeBackends, no_backends
 from baton.executor.contract import NO_KV, ExecutorShape, LayerDone
 from baton.executor.cuda.chunks import mixed_sizes
 from baton.executor.cuda.drafting import propose_on_device
@@ -61,9 +62,17 @@ class _Step:
 
 class TorchCudaExecutor:
     def __init__(
-        self, stepper: StepRunner, loaded: LoadedModel, shape: ExecutorShape, fingerprint: bytes, details: str
+        self,
+        stepper: StepRunner,
+        loaded: LoadedModel,
+        shape: ExecutorShape,
+        fingerprint: bytes,
+        details: str,
+        constraints: CompiledConstraints = NO_CONSTRAINTS,
     ) -> None:
         self.shape = shape
+        self.constraints = constraints
+        """Its backends for constraints, and what they have compiled."""
         self.details = details
         """For the operator: the device and how it computes."""
         self.vocabulary = loaded.vocabulary
@@ -95,6 +104,7 @@ class TorchCudaExecutor:
         attention: str = "auto",
         batch_invariant: bool = False,
         graphs: bool = True,
+        backends: MakeBackends = no_backends,
     ) -> TorchCudaExecutor:
         """Load a model folder. Without `blocks` or `kv_memory_bytes` the pool takes the memory that is left."""
         loaded = load_model(path, dtype, "cuda")
@@ -107,7 +117,7 @@ class TorchCudaExecutor:
         )
         return cls.of(
             loaded, shape, step_tokens=step_tokens, kv_memory_bytes=kv_memory_bytes, proposer=proposer,
-            attention=attention, batch_invariant=batch_invariant, graphs=graphs,
+            attention=attention, batch_invariant=batch_invariant, graphs=graphs, backends=backends,
         )  # fmt: skip
 
     @classmethod
@@ -122,6 +132,7 @@ class TorchCudaExecutor:
         attention: str = "auto",
         batch_invariant: bool = False,
         graphs: bool = True,
+        backends: MakeBackends = no_backends,
     ) -> TorchCudaExecutor:
         """An executor of a model on the device. Where the shape names no blocks, as many as fit.
 
@@ -135,7 +146,8 @@ class TorchCudaExecutor:
             fuse_for_cuda(loaded, scratch, max(shape.context_tokens + shape.burst, step_tokens))
             if not shape.blocks:
                 shape = blocks_that_fit(loaded, shape, scratch, step_tokens, kv_memory_bytes)
-            stepper = _build(loaded, shape, scratch, step_tokens, proposer)
+            constraints = CompiledConstraints(backends(loaded.vocabulary))
+            stepper = _build(loaded, shape, scratch, step_tokens, proposer, constraints)
             if graphs:
                 stepper.runner.capture(buckets_upto(shape.slots))
                 stepper.runner.capture_mixed(mixed_sizes(step_tokens, shape.slots))
@@ -144,7 +156,8 @@ class TorchCudaExecutor:
         way = "batch-invariant" if batch_invariant else "triton"
         layout = f"block outermost, {way}, block_size={shape.block_size}"
         fingerprint = fingerprint_of(loaded.mark, _name(loaded.dtype), layout)
-        return cls(stepper, loaded, shape, fingerprint, _details(device, stepper.runner.has_graphs, batch_invariant))
+        details = _details(device, stepper.runner.has_graphs, batch_invariant)
+        return cls(stepper, loaded, shape, fingerprint, details, constraints)
 
     def launch(self, plan: StepPlan) -> None:
         self._launched.append(self._thread.submit(self._run, plan))
@@ -215,7 +228,12 @@ def _details(device: torch.device, has_graphs: bool, batch_invariant: bool) -> s
 
 
 def _build(
-    loaded: LoadedModel, shape: ExecutorShape, scratch: ProductScratch, step_tokens: int, proposer: DraftProposer
+    loaded: LoadedModel,
+    shape: ExecutorShape,
+    scratch: ProductScratch,
+    step_tokens: int,
+    proposer: DraftProposer,
+    constraints: CompiledConstraints,
 ) -> StepRunner:
     device = loaded.model.device
     slots = DeviceSlots(shape, device)
@@ -227,7 +245,7 @@ def _build(
         shape.blocks,
         shape.blocks * kv_bytes_per_block(loaded.layers, shape.block_size, loaded.dtype) / (1 << 30),
     )
-    return StepRunner(loaded, shape, slots, pool, runner, scratch.invariant, step_tokens)
+    return StepRunner(loaded, shape, slots, pool, runner, scratch.invariant, step_tokens, constraints)
 
 
 def _pool(loaded: LoadedModel, shape: ExecutorShape, device: torch.device) -> CudaPool:

@@ -3,13 +3,13 @@
 A slot's row: `tokens` known so far, `known` (how many), `limits`, and its block table. `prepare_decodes` reads them at the
 beginning of a step, `advance` writes them at its end, so a step needs nothing from the host but the ids of its slots.
 
-    codes of a row     0 not in a slot     1 out of blocks     2 at its limit     3 computes
+    codes of a row     0 not in a slot     1 out of blocks     2 at its limit     3 computes     4 sits out
 """
 
 import triton
 import triton.language as tl
 
-EMPTY, DRY, DONE, RUNS = 0, 1, 2, 3
+EMPTY, DRY, DONE, RUNS, SITS_OUT = 0, 1, 2, 3, 4
 _DRY: tl.constexpr = tl.constexpr(1)
 _DONE: tl.constexpr = tl.constexpr(2)
 _RUNS: tl.constexpr = tl.constexpr(3)

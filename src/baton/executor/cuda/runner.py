@@ -100,7 +100,7 @@ class ModelRunner:
     ) -> None:
         self._model, self._layers = loaded.model, loaded.layers
         self._shape, self._slots, self._pool, self._scratch = shape, slots, pool, scratch
-        self._propose = propose
+        self.propose = propose
         self.queries = shape.burst
         rows = step_tokens + shape.slots * shape.burst
         device = slots.known.device
@@ -248,8 +248,8 @@ class ModelRunner:
         return LogitRows(logits, self.row_slots[:rows], self._positions[:rows] + 1, 0)
 
     def _prepare(self, sequences: int, first: int) -> None:
-        if self._propose is not None:
-            self._propose(self.decode_slots[:sequences], self.drafts, self.draft_counts)
+        if self.propose is not None:
+            self.propose(self.decode_slots[:sequences], self.drafts, self.draft_counts)
         slots, work = self._slots, self._work
         target = target_items(sequences)
         items = sequences + target

@@ -7,8 +7,10 @@ Promises
 - The tokens are those of `sampling.Sampler` for the same float32 logits and parameters: exactly, except where the rounding
   of a sum alone decides whether a token is inside top-p.
 - A row's token does not depend on the other rows, on their number, or on the mode (if it suffices).
-- Penalties, bias, bans and log-probabilities are not done here: `needs_host` says when a slot requests them, and then
-  `sampling.Sampler` draws with the same noise.
+- A row with a mask draws what that mask permits, whatever its logits. Where these permit nothing that is above the least
+  finite float32, all that is permitted is drawn alike.
+- Penalties, bias, bans, allowed tokens, bad words and log-probabilities are not done here: `needs_host` says when a slot
+  requests them, and then `sampling.Sampler` draws with the same noise.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ import triton
 from baton.core.engine.request import Sampling
 from baton.core.errors import InvariantViolated
 from baton.executor.cuda.kernels_sample import choose, survey
+from baton.executor.cuda.masks import MaskTable
 from baton.executor.gumbel_noise import noise_stream
+from baton.executor.logit_shapers import shapes_beside_constraint
 from baton.executor.penalties import penalises
 
 Int64s = npt.NDArray[np.int64]
@@ -65,13 +69,15 @@ class DeviceSampler:
         self._host = np.zeros(slots + 1, dtype=np.bool_)
         self._wishes = torch.zeros((slots + 1, _WORDS), dtype=torch.int64, device=device)
         self._peaks, self._bounds, self._weights = torch.zeros((3, rows_max, self._chunks), device=device).unbind()
+        self._no_masks = MaskTable.of(1, vocabulary, 1, device)
         self._lists = torch.zeros((rows_max, self._chunks_padded), dtype=torch.int32, device=device)
 
     def start(self, slot: int, sampling: Sampling) -> None:
         """Replace the slot's parameters, in stream order: steps launched before use the old ones."""
         mode = _mode_of(sampling, self._vocabulary)
         self._modes[slot] = mode
-        self._host[slot] = _changes_logits(sampling) or sampling.logprobs is not None
+        shaped = penalises(sampling) or shapes_beside_constraint(sampling)
+        self._host[slot] = shaped or sampling.logprobs is not None
         words = torch.from_numpy(_words_of(sampling, mode, self._vocabulary))
         if self._wishes.is_cuda:
             # A copy from pageable memory would wait for the stream.
@@ -83,20 +89,32 @@ class DeviceSampler:
         return SamplingMode(int(self._modes[slots].max(initial=SamplingMode.GREEDY)))
 
     def needs_host(self, slots: Slots) -> bool:
-        """Whether some slot needs penalties, bias, bans or log-probabilities."""
+        """Whether some slot needs more than a mask: penalties, bias, bans, listed tokens or log-probabilities."""
         return bool(self._host[slots].any())
 
     def draw(
-        self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, out: torch.Tensor, mode: SamplingMode
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        out: torch.Tensor,
+        mode: SamplingMode,
+        masks: MaskTable | None = None,
     ) -> None:
         """Draw one token for each row of `logits` [rows, at least the vocabulary], at `positions` of the sequences in
-        `slots`, into `out`; all three are int32 [rows]. The mode must suffice for the slots."""
+        `slots`, into `out`; all three are int32 [rows]. The mode must suffice for the slots. Without `masks` no row has
+        one; with them each row has the one that the table names, which must permit a token."""
         rows = self._checked(logits, slots, positions, out)
-        shared = (logits, self._wishes, slots, positions, self._peaks, self._bounds, self._weights)
+        table = self._no_masks if masks is None else masks
+        shared = (
+            logits, self._wishes, slots, positions, self._peaks, self._bounds, self._weights, table.entries, table.rows,
+            table.entries.stride(0),
+        )  # fmt: skip
         kind = {
             "CHUNK": self._chunk,
             "DRAWS": mode >= SamplingMode.ALL,
             "CUTS": mode >= SamplingMode.CUTS,
+            "MASKED": masks is not None,
             "enable_fp_fusion": False,
         }
         survey[(self._chunks, rows)](*shared, self._vocabulary, logits.stride(0), **kind, num_warps=4)
@@ -131,11 +149,6 @@ def _mode_of(sampling: Sampling, vocabulary: int) -> SamplingMode:
         return SamplingMode.GREEDY
     cut = _top_k_of(sampling, vocabulary) > 0 or sampling.top_p < 1 or sampling.min_p > 0
     return SamplingMode.CUTS if cut else SamplingMode.ALL
-
-
-def _changes_logits(sampling: Sampling) -> bool:
-    bans = bool(sampling.stop_token_ids) and sampling.min_tokens > 0
-    return penalises(sampling) or bool(sampling.logit_bias) or bans
 
 
 def _words_of(sampling: Sampling, mode: SamplingMode, vocabulary: int) -> Int64s:

@@ -3,14 +3,13 @@
     plan ─▶ slots change (stops, copies, starts, grows) ─▶ rows are chosen ─▶ forward ─▶ draw ─▶ advance ─▶ report
 
 At launch the host knows the epoch of each slot and which chunks fit. Whether a decode has a block and how many tokens it
-yields is in the report.
-
-    report   stops: known      chunks that sample: token, known      decodes: code, count, known, fed, tokens of each
+yields is in the report (see `report`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import msgspec
@@ -19,24 +18,32 @@ import numpy.typing as npt
 import torch
 import triton
 
-from baton.core.engine.plan import NO_INT32S, Int32s, Logprobs, RowOutcome, StepPlan, StepResult
+from baton.core.engine.plan import NO_INT32S, Int32s, Int64s, Logprobs, RowOutcome, StepPlan, StepResult
+from baton.core.engine.request import PromptLogprobs
 from baton.core.errors import InvariantViolated
+from baton.executor.constraints.compiled_cache import NO_CONSTRAINTS, CompiledConstraints
 from baton.executor.contract import ExecutorShape, KvView
 from baton.executor.cuda.attention import chunk_queries
 from baton.executor.cuda.chunks import ChunkArrays, MixedSize, lay_out_chunks
-from baton.executor.cuda.kernels_steps import DRY, advance
+from baton.executor.cuda.kernels_steps import DRY, RUNS, SITS_OUT, advance
+from baton.executor.cuda.masked_draws import DrawnSlots, MaskedDraws
 from baton.executor.cuda.pool import CudaPool
+from baton.executor.cuda.report import ReportShape, read_report
 from baton.executor.cuda.runner import LogitRows, ModelRunner, named_chunks
 from baton.executor.cuda.sampling import DeviceSampler
 from baton.executor.cuda.slots import DeviceSlots
 from baton.executor.cuda.staging import StepDownload, StepDownloads, StepUploads
+from baton.executor.drafts import DraftTokens
+from baton.executor.final_hidden import FinalHidden
 from baton.executor.model_loading import LoadedModel
 from baton.executor.packing import FeedRange
+from baton.executor.prompt_scores import PromptScorer, ScoredRange
 from baton.executor.sampling import Sampler
 from baton.executor.slot_table import SlotTable
 from baton.executor.step_results import ResultRows, begin_rows, joined_logprobs
 
 Written = Callable[[int], None]
+NOTHING_DRAWN = DrawnSlots(NO_INT32S, NO_INT32S)
 
 
 @dataclass(slots=True)
@@ -48,8 +55,19 @@ class _Work:
     """The slots that decode, with the spare slot in place of those that cannot."""
     decode_rows: Int32s = field(default_factory=lambda: NO_INT32S)
     held: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
+    failed_rows: dict[int, int] = field(default_factory=dict)
+    """Rows of the result for which no token may be drawn, and how many tokens come before that."""
+    feed_rows: list[int] = field(default_factory=list)
+    """Row of the result for each chunk."""
+    scored: list[ScoredRange] = field(default_factory=list)
+    """Prompt tokens whose log-probabilities are asked for."""
     size: MixedSize | None = None
     """The size to which a step with chunks is padded."""
+    drawn: DrawnSlots = NOTHING_DRAWN
+    is_constrained: bool = False
+    """Some row that is drawn has a constraint."""
+    needs_host: bool = False
+    """The host's sampler draws."""
 
     @property
     def draws(self) -> bool:
@@ -60,9 +78,13 @@ class _Work:
         """Tokens of chunks."""
         return sum(feed.end - feed.begin for feed in self.feeds)
 
-    @property
-    def sampled_slots(self) -> Int32s:
-        return np.array([feed.slot for feed in self.feeds if feed.samples], dtype=np.int32)
+    def note_failed(self, row: int, chunk_rows: int, queries: int) -> None:
+        """No token may be drawn for a row of the draw, of which the first `chunk_rows` are of chunks."""
+        if row < chunk_rows:
+            self.failed_rows[self.sampled_rows[row]] = 0
+        else:
+            sequence, nth = divmod(row - chunk_rows, queries)
+            self.failed_rows[int(self.decode_rows[sequence])] = nth
 
 
 class LaunchedStep:
@@ -86,6 +108,7 @@ class StepRunner:
         runner: ModelRunner,
         invariant: bool,
         step_tokens: int,
+        constraints: CompiledConstraints = NO_CONSTRAINTS,
     ) -> None:
         device = slots.known.device
         self.runner = runner
@@ -97,8 +120,15 @@ class StepRunner:
         """The slots as plans describe them, without the progress of decodes."""
         rows = shape.slots * (1 + shape.burst)
         self._sampler = DeviceSampler(shape.slots, loaded.vocabulary, rows, device)
-        self._shaping = Sampler(shape.slots, loaded.vocabulary, device)
+        self._shaping = Sampler(shape.slots, loaded.vocabulary, device, constraints)
         """Samples the rows that the device's sampler cannot."""
+        capable = bool(constraints.versions)
+        self.takes_constraints = capable
+        self._masked = MaskedDraws(shape, loaded.vocabulary, rows, self._shaping.matchers, device, capable)
+        self.masks_all = False
+        """Draw as if some row had a constraint in every step; for compiling."""
+        self._scorer = PromptScorer(loaded.vocabulary, device)
+        self._hidden = FinalHidden(loaded.model)
         self._drawn = torch.zeros(rows, dtype=torch.int32, device=device)
         self._uploads = StepUploads(8 * step_tokens + 32 * shape.slots, device)
         self._downloads = StepDownloads(shape.slots * (8 + shape.burst), device)
@@ -110,6 +140,7 @@ class StepRunner:
         return self._pool.view
 
     def release(self) -> None:
+        self._shaping.close()
         self._pool.release()
 
     def launch(self, plan: StepPlan, written: Written | None) -> LaunchedStep:
@@ -117,20 +148,28 @@ class StepRunner:
         told = self._downloads.next()
         self._change_slots(plan, rows, told)
         work = self._choose(plan, rows)
-        if work.feeds and written is None:  # a captured step cannot report layers
+        if work.feeds and written is None and not work.scored:  # a captured step cannot report layers or keep its states
             work.size = self.runner.mixed_size(len(work.feeds), work.tokens, len(work.decode_slots))
-        used = len(plan.stops)
         logprobs: list[Logprobs] = []
+        prompts: tuple[PromptLogprobs, ...] = ()
         sequences = self._set_decodes(work)
+        shape = ReportShape(len(plan.stops), len(work.sampled_rows), sequences, self._queries)
         if work.feeds or len(work.decode_slots):
-            drawn = self._forward(work, sequences, written)
+            if work.is_constrained and not work.needs_host:
+                self._masked.propose(self.runner.propose, self.runner.decode_slots[:sequences], work.drawn)
+            with self._hidden.kept() if work.scored else nullcontext():
+                drawn = self._forward(work, sequences, written)
             if work.draws:
                 logprobs = self._draw(drawn, work)
-            used = self._advance(work, sequences, drawn.chunk_rows, told, used)
-        count = len(plan.stops)
-        return LaunchedStep(
-            lambda words: self._answer(plan, rows, work, sequences, words, count, logprobs), self._downloads.fetch(used)
-        )
+            if work.scored:  # waits for the device
+                prompts = self._scorer.score(work.scored, lambda rows: self._hidden.logits(rows).float())
+                self._hidden.drop()
+            self._advance(work, shape, drawn.chunk_rows, told)
+        report = self._downloads.fetch(shape.words)
+        if work.is_constrained:
+            failed = {int(rows.slots[row]): before for row, before in work.failed_rows.items()}
+            self._masked.expect(report, shape, work.drawn, self._host.epochs, failed, is_recorded=work.needs_host)
+        return LaunchedStep(lambda words: self._answer(plan, rows, work, shape, words, logprobs, prompts), report)
 
     def _change_slots(self, plan: StepPlan, rows: ResultRows, told: torch.Tensor) -> None:
         if plan.stops:
@@ -141,6 +180,8 @@ class StepRunner:
             self._host.start(start)
             self._sampler.start(start.slot, start.sampling)
             self._shaping.start(start.slot, start.tokens, start.prompt_tokens, start.sampling)
+            self._masked.start(start.slot, len(start.tokens))
+            self._scorer.start(start.slot, start.tokens, start.prompt_tokens, start.sampling)
         if plan.starts:
             self._slots.start(plan.starts, self._shape.context_tokens)
         self._host.grow(plan.grow_slots, plan.grow_at, plan.grow_blocks)
@@ -153,6 +194,7 @@ class StepRunner:
                 rows.outcomes[row] = RowOutcome.PREEMPTED
                 self._host.stop(stop.slot)
                 self._shaping.stop(stop.slot)
+                self._scorer.stop(stop.slot)
         (named,) = self._uploads.send([np.clip(rows.slots[: len(plan.stops)], 0, self._shape.slots)])
         torch.index_select(self._slots.known, 0, named, out=told[: len(plan.stops)])
 
@@ -168,12 +210,18 @@ class StepRunner:
                 continue
             samples = chunk.samples and bool(self._host.known[chunk.slot] < self._host.limits[chunk.slot])
             work.feeds.append(FeedRange(chunk.slot, chunk.begin, chunk.end, samples))
+            work.feed_rows.append(row)
             self._host.computed[chunk.slot] = max(chunk.end, int(self._host.computed[chunk.slot]))
             self._host.starved[chunk.slot] = False
             if samples:
                 work.sampled_rows.append(row)
                 self._host.known[chunk.slot] += 1
+        work.scored = self._scorer.ranges(work.feeds, work.feed_rows)
         self._choose_decodes(plan, rows, work)
+        sampled = np.array([feed.slot for feed in work.feeds if feed.samples], dtype=np.int32)
+        work.drawn = DrawnSlots(sampled, work.decode_slots)
+        work.is_constrained = self._masked.concern(work.drawn)
+        work.needs_host = self._sampler.needs_host(work.drawn.all)
         return work
 
     def _choose_decodes(self, plan: StepPlan, rows: ResultRows, work: _Work) -> None:
@@ -227,35 +275,70 @@ class StepRunner:
         return lay_out_chunks(work.feeds, self._host, self._tile_queries)
 
     def _draw(self, drawn: LogitRows, work: _Work) -> list[Logprobs]:
-        asking = np.concatenate([work.sampled_slots, work.decode_slots]).astype(np.int32)
         out = self._drawn[: len(drawn.slots)]
-        if not self._sampler.needs_host(asking):
-            self._sampler.draw(drawn.logits, drawn.slots, drawn.positions, out, self._sampler.mode_of(asking))
-            return []
-        return self._draw_on_host(drawn, out, len(work.sampled_rows))
+        if work.is_constrained:
+            self._masked.catch_up(self._host.holds)
+        if work.needs_host:
+            return self._draw_on_host(drawn, out, work)
+        table = self._masked.table if work.is_constrained or self.masks_all else None
+        if work.is_constrained:
+            sent = self._masked.send(work.drawn, drawn.chunk_rows)
+            for row in reversed(sent.failed):
+                work.note_failed(row, drawn.chunk_rows, self._queries)
+            if len(sent.late):
+                self._sit_out(sent.late)
+        mode = self._sampler.mode_of(work.drawn.all)
+        self._sampler.draw(drawn.logits, drawn.slots, drawn.positions, out, mode, table)
+        if work.is_constrained:
+            self._masked.done()
+        return []
 
-    def _draw_on_host(self, drawn: LogitRows, out: torch.Tensor, sampled_chunks: int) -> list[Logprobs]:
+    def _sit_out(self, decodes: Int64s) -> None:
+        """Nothing of what is drawn for these decodes stands."""
+        (named,) = self._uploads.send([decodes.astype(np.int32)])
+        codes, at = self.runner.codes, named.long()
+        codes.index_copy_(0, at, torch.where(codes[at] == RUNS, SITS_OUT, codes[at]))
+
+    def _draw_on_host(self, drawn: LogitRows, out: torch.Tensor, work: _Work) -> list[Logprobs]:
         """Draw with the host's sampler, which waits for the device. Only rows that were computed are drawn: padding rows and
-        rows without a block, at their limit or without a draft have no position."""
+        rows without a block, at their limit or without a draft have no position. Rows whose masks are late sit out."""
+        sampled_chunks = len(work.sampled_rows)
         slots = drawn.slots.cpu().numpy()
         sequences = (len(slots) - drawn.chunk_rows) // self._queries
         fed = self.runner.fed[:sequences].cpu().numpy()
-        computed = (np.arange(self._queries) < fed[:, None]).reshape(-1)
-        chunks, decodes = np.arange(sampled_chunks), np.flatnonzero(computed)
+        chunks, feeding = np.arange(sampled_chunks), np.flatnonzero(fed > 0)
+        positions = drawn.positions.cpu().numpy().astype(np.int64)
+        firsts = np.concatenate([chunks, drawn.chunk_rows + feeding * self._queries])
+        self._shaping.prepare(slots[firsts], positions[firsts], self._drafts_fed(sampled_chunks, fed))
+        late = feeding[self._shaping.late(slots[firsts], np.arange(len(firsts)) >= sampled_chunks)[sampled_chunks:]]
+        if len(late):
+            self._sit_out(late)
+        computed = np.arange(self._queries) < fed[:, None]
+        computed[late] = False
+        decodes = np.flatnonzero(computed.reshape(-1))
         real = np.concatenate([chunks, drawn.chunk_rows + decodes])
         rows = torch.from_numpy(real).to(out.device)
-        positions = drawn.positions.cpu().numpy().astype(np.int64)
         sampled = self._shaping.sample(drawn.logits.index_select(0, rows).float(), slots[real], positions[real])
+        for row in reversed(sampled.failed):
+            work.note_failed(int(real[row]), drawn.chunk_rows, self._queries)
         out[rows] = torch.from_numpy(sampled.tokens).to(out.device)
         unfilled = np.concatenate([chunks, sampled_chunks + decodes])
         return [msgspec.structs.replace(line, row=int(unfilled[line.row])) for line in sampled.logprobs]
 
-    def _advance(self, work: _Work, sequences: int, chunk_rows: int, told: torch.Tensor, used: int) -> int:
-        """Write the drawn tokens into the slots and the report; returns the number of words reported."""
-        sampled = len(work.sampled_rows)
+    def _drafts_fed(self, chunks: int, fed: Int32s) -> DraftTokens:
+        """The drafts behind each row that draws first for its slot: none for chunks, then those of the decodes."""
+        most = self._queries - 1
+        table = self.runner.drafts[: len(fed) * most].view(len(fed), most).cpu().numpy()
+        tokens = np.concatenate([np.zeros((chunks, most), dtype=np.int32), table[fed > 0]])
+        counts = np.concatenate([np.zeros(chunks, dtype=np.int32), fed[fed > 0] - 1]).astype(np.int32)
+        return DraftTokens(tokens, counts)
+
+    def _advance(self, work: _Work, shape: ReportShape, chunk_rows: int, told: torch.Tensor) -> None:
+        """Write the drawn tokens into the slots and the report."""
+        used, sampled, sequences, _ = shape
         runner = self.runner
         if sampled:
-            (named,) = self._uploads.send([work.sampled_slots])
+            (named,) = self._uploads.send([work.drawn.sampled])
             _launch_advance(
                 self._slots, named, self._drawn, runner.drafts, runner.running, runner.running, sampled, 1,
                 told[used:], told[used + sampled :], told[used + 2 * sampled :],
@@ -269,44 +352,49 @@ class StepRunner:
             )  # fmt: skip
             parts[0][:sequences].copy_(runner.codes[:sequences])
             parts[3][:sequences].copy_(runner.fed[:sequences])
-            used += sequences * (4 + self._queries)
-        return used
 
     def _answer(
         self,
         plan: StepPlan,
         rows: ResultRows,
         work: _Work,
-        sequences: int,
+        shape: ReportShape,
         words: Int32s,
-        used: int,
         logprobs: list[Logprobs],
+        prompts: tuple[PromptLogprobs, ...],
     ) -> StepResult:
-        stopped = rows.outcomes[:used] == RowOutcome.PREEMPTED
-        rows.known[:used][stopped] = words[:used][stopped]
+        report = read_report(words, shape)
+        stopped = np.flatnonzero(rows.outcomes[: shape.stops] == RowOutcome.PREEMPTED)
+        rows.known[stopped] = report.stopped_known[stopped]
         counts = np.zeros(len(rows.slots), dtype=np.int32)
         drafted = np.zeros(len(rows.slots), dtype=np.int32)
-        sampled = len(work.sampled_rows)
-        tokens = words[used : used + sampled]
+        tokens = report.sampled_tokens
         counts[work.sampled_rows] = 1
-        rows.known[work.sampled_rows] = words[used + 2 * sampled : used + 3 * sampled]
+        if work.failed_rows:
+            tokens = tokens[[row not in work.failed_rows for row in work.sampled_rows]]
+        rows.known[work.sampled_rows] = report.sampled_known
         sources = [(row, draw, 1) for draw, row in enumerate(work.sampled_rows)]
-        if sequences:
-            parts = words[used + 3 * sampled :].reshape(-1)
-            told = parts[: 4 * sequences].reshape(4, sequences)[:, : len(work.decode_rows)]
-            yielded = parts[4 * sequences :].reshape(sequences, self._queries)[: len(work.decode_rows)]
+        if shape.sequences:
+            columns = (report.codes, report.counts, report.known, report.fed)
+            told = [column[: len(work.decode_rows)] for column in columns]
+            yielded = report.tokens[: len(work.decode_rows)]
             held = work.held
             mine = work.decode_rows[held]
             code, count, known, fed = (column[held] for column in told)
             rows.outcomes[mine] = np.where(code == DRY, RowOutcome.NOTHING_OUT_OF_BLOCKS, RowOutcome.TOKENS)
+            rows.outcomes[mine[code == SITS_OUT]] = RowOutcome.SAT_OUT
             rows.known[mine] = known
             counts[mine] = count
             drafted[mine] = np.maximum(fed - 1, 0)
-            stands = np.arange(self._queries) < np.where(held, told[1], 0)[:, None]
+            failed = _failed_decodes(work, told[1])
+            stands = np.arange(self._queries) < np.where(held & ~failed, told[1], 0)[:, None]
             tokens = np.concatenate([tokens, yielded[stands]])
             if logprobs:
                 places = enumerate(work.decode_rows.tolist())
-                sources += [(row, sampled + nth * self._queries, int(counts[row])) for nth, row in places]
+                sources += [(row, shape.sampled + nth * self._queries, int(counts[row])) for nth, row in places]
+        for row, before in work.failed_rows.items():
+            if counts[row] > before:
+                rows.outcomes[row], counts[row] = RowOutcome.CONSTRAINT_FAILED, 0
         return StepResult(
             step=plan.step,
             slots=rows.slots,
@@ -317,7 +405,15 @@ class StepRunner:
             known=rows.known,
             logprobs=_placed(logprobs, sources) if logprobs else (),
             drafted=drafted if self._queries > 1 else NO_INT32S,
+            prompt_logprobs=prompts,
         )
+
+
+def _failed_decodes(work: _Work, counts: Int32s) -> npt.NDArray[np.bool_]:
+    """Which decodes would yield a token that was drawn although none may be."""
+    befores = [work.failed_rows.get(row) for row in work.decode_rows.tolist()]
+    pairs = zip(befores, counts.tolist(), strict=True)
+    return np.array([before is not None and count > before for before, count in pairs], dtype=np.bool_)
 
 
 def _placed(lines: list[Logprobs], sources: list[tuple[int, int, int]]) -> tuple[Logprobs, ...]:

@@ -22,11 +22,17 @@ DECODES = 2
 
 def warm_up(stepper: StepRunner, shape: ExecutorShape, step_tokens: int) -> None:
     """Prefill each request beside the decodes of those before it, then decode all, then stop all. Done twice: with
-    `on_layer` chunks run kernel by kernel, without it they are padded and captured where possible."""
+    `on_layer` chunks run kernel by kernel, without it they are padded and captured where possible. A third time with masks,
+    if there may be constraints."""
     plans = _plans(shape, step_tokens, [])
     for written in (_of_no_interest, None):
         for plan in plans:
             stepper.launch(plan, written).result()
+    if stepper.takes_constraints:
+        stepper.masks_all = True
+        for plan in plans:
+            stepper.launch(plan, None).result()
+        stepper.masks_all = False
 
 
 def _of_no_interest(_layer: int) -> None: ...

@@ -1,0 +1,112 @@
+"""Bugs of constrained answers, planted in the scripted executor and its matchers. See `planted`."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+
+from baton.core.engine.plan import Int64s, RowOutcome, Start, StepResult
+from baton.core.engine.request import NO_TOKENS
+from baton.core.engine.settling import Bools, StepSettling
+from baton.core.engine.step_rows import InFlightStep
+from baton.executor.constraints.contract import Matcher
+from baton.executor.scripted import ScriptedExecutor, _Decoded, _Slot
+from tests.sim.planted import bug
+from tests.sim.planted_tiers import BUGS as BUGS
+from tests.support.planting import Patch
+
+core, executor = partial(bug, "core"), partial(bug, "executor")
+
+
+@executor("a preempted answer is masked as if it began anew: a second opening brace in the middle of a JSON object")
+def forget_outputs_when_a_matcher_is_rebuilt(patch: Patch) -> None:
+    def matcher_of(self: ScriptedExecutor, start: Start) -> Matcher | None:
+        constraint = start.sampling.constraint
+        return None if constraint is None else self._constraints.matcher(constraint, NO_TOKENS)
+
+    def take(self: ScriptedExecutor, slot: _Slot, token: int) -> None:
+        if slot.matcher is not None:
+            slot.matcher.consume(token)
+        slot.tokens.append(token)
+
+    patch.set("ScriptedExecutor._matcher_of", matcher_of)
+    patch.set("ScriptedExecutor._take", take)
+
+
+@executor("a slot is used again and keeps the grammar of the answer before: an answer in a stranger's schema")
+def keep_the_matcher_of_a_reused_slot(patch: Patch) -> None:
+    make_then = patch.original("ScriptedExecutor._matcher_of")
+
+    def matcher_of(self: ScriptedExecutor, start: Start) -> Matcher | None:
+        made = make_then(self, start)
+        kept: dict[int, Matcher] = vars(self).setdefault("matchers of the bug", {})
+        return made if made is None else kept.setdefault(start.slot, made)
+
+    def take(self: ScriptedExecutor, slot: _Slot, token: int) -> None:
+        if slot.matcher is not None:
+            slot.matcher.consume(token)
+        slot.tokens.append(token)
+
+    patch.set("ScriptedExecutor._matcher_of", matcher_of)
+    patch.set("ScriptedExecutor._take", take)
+
+
+@executor("the mask is that of the position before, as when drafts are masked one row too early")
+def mask_one_position_late(patch: Patch) -> None:
+    def take(self: ScriptedExecutor, slot: _Slot, token: int) -> None:
+        late: dict[int, int] = vars(self).setdefault("tokens of the bug", {})
+        before = late.get(id(slot))
+        late[id(slot)] = token
+        if slot.matcher is not None and before is not None:
+            slot.matcher.consume(before)
+        slot.tokens.append(token)
+
+    patch.set("ScriptedExecutor._take", take)
+
+
+@executor("a row that sits a step out takes its token all the same, and nobody is told: a hole in the answer")
+def draw_while_sitting_out(patch: Patch) -> None:
+    run_then = patch.original("ScriptedExecutor._run_decode")
+
+    def run_decode(self: ScriptedExecutor, slot_id: int, epoch: int) -> _Decoded:
+        outcome, tokens, known = run_then(self, slot_id, epoch)
+        if outcome is RowOutcome.SAT_OUT:
+            self._next_token(self._slots[slot_id])
+        return outcome, tokens, known
+
+    patch.set("ScriptedExecutor._run_decode", run_decode)
+
+
+@core("a row that sat out is settled as if its token had come: its blocks are published with KV that was never computed")
+def count_a_row_that_sat_out(patch: Patch) -> None:
+    split_then = patch.original("StepSettling._split_broken")
+
+    def split_broken(self: StepSettling, step: InFlightStep, result: StepResult, live: Int64s) -> tuple[Int64s, Int64s]:
+        sound, broken = split_then(self, step, result, live)
+        sat_out = live[result.outcomes[live] == RowOutcome.SAT_OUT]
+        self._slots.known[step.rows.slots[sat_out]] += 1
+        return sound, broken
+
+    patch.set("StepSettling._split_broken", split_broken)
+
+
+@core("a row that sat out is taken for a broken one: its request ends with an error that nobody caused")
+def end_a_row_that_sat_out(patch: Patch) -> None:
+    def may_sit_out(self: StepSettling, step: InFlightStep, rows: Int64s) -> Bools:
+        return np.zeros(len(rows), dtype=np.bool_)
+
+    patch.set("StepSettling._may_sit_out", may_sit_out)
+
+
+@core("a row that sat out stays in flight for ever: it is taken to have reached its limit, and never decodes again")
+def leave_a_row_that_sat_out_pending(patch: Patch) -> None:
+    split_then = patch.original("StepSettling._split_broken")
+
+    def split_broken(self: StepSettling, step: InFlightStep, result: StepResult, live: Int64s) -> tuple[Int64s, Int64s]:
+        sat_out = live[result.outcomes[live] == RowOutcome.SAT_OUT]
+        split = split_then(self, step, result, live)
+        self._slots.pending[step.rows.slots[sat_out]] += step.rows.allowances[sat_out]
+        return split
+
+    patch.set("StepSettling._split_broken", split_broken)
