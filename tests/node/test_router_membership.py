@@ -290,7 +290,7 @@ async def test_a_router_that_is_silent_is_called_again(monkeypatch: pytest.Monke
     async with router_side(KEY) as router, member(router.port):  # the router's sign of life comes after 500 ms
         beat = await router.beat_where(lambda beat: beat.router_silent_us >= 100_000)
         assert beat.router_silent_us < 10_000_000
-        await router.until(lambda: len(router.of(Join)) == 2)
+        await router.until(lambda: len(router.of(Join)) >= 2)  # a beat may have been late in the first session
 
 
 async def test_who_is_turned_away_says_so_once_and_comes_again(
