@@ -220,7 +220,7 @@ class StreamConnection:
         if end is not None:
             self._host.world.fire(Fault.NOT_READING, self._fires)
             self._host.after(0, self._finish, end)  # not inside the call of the owner that wrote
-        else:
+        elif self.stream.stage is not ConnectionStage.OVER:  # which it is until that call
             self._check_unread(socket.unread)
         self._alarm.set(self.stream.next_deadline())
 
