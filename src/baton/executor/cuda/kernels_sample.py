@@ -14,8 +14,8 @@ that order. A draw is the largest value + noise among those kept, computed in fl
              before it, it and all after it are out and the draw is repeated among those before it
 
 A row may have a mask, one bit a token: what it forbids has no logit, and what it permits has at least the least finite
-one, so that a row always has a token to choose. With MASKED, each program reads which mask its row has, if any; without it
-there are no masks, and nothing of them is compiled in.
+one, so that a row always has a token to choose. With MASKED, `survey` reads which mask its row has, if any, and writes the
+logits that the mask changes back; `choose`, which may go over a row many times, reads no mask.
 
 Nothing depends on the batch: the numbers of a chunk depend on that chunk, the choice for a row on its chunks. Weights are
 e^value in float32 and not rounded to units of 2⁻⁴⁰, so whether a token is inside top-p can differ from
@@ -31,7 +31,8 @@ WISHES: tl.constexpr = tl.constexpr(5)
 """Words of 64 bits a slot: stream, temperature (0 is greedy), top-k (0 is none), top-p (inf is none), floor of values."""
 NOTHING: tl.constexpr = tl.constexpr(float("-inf"))
 LOGIT_MOST: tl.constexpr = tl.constexpr((2.0 - 2.0**-23) * 2.0**127)
-LOGIT_LEAST: tl.constexpr = tl.constexpr(-(2.0 - 2.0**-23) * 2.0**127)
+LOGIT_LEAST: tl.constexpr = tl.constexpr(-(2.0 - 2.0**-7) * 2.0**127)
+"""The least finite number of bfloat16, which float32 has too."""
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 ID_BITS: tl.constexpr = tl.constexpr(20)
@@ -55,34 +56,24 @@ def sound_logits(at, token, vocabulary):
 
 
 @triton.jit
-def mask_of(masks, mask_rows, row, words, MASKED: tl.constexpr):
-    """(the words of the mask of a row, its entry: negative if it has none)"""
-    entry = row * 0 - 1
-    if MASKED:
-        entry = tl.load(mask_rows + row)
-    return masks + tl.maximum(entry, 0).to(tl.int64) * words, entry
+def apply_mask(at, token, vocabulary, logit, entry, masks, words):
+    """The logits after a mask of the table, written back where it changes them."""
+    read = token < vocabulary
+    word = tl.load(masks + entry.to(tl.int64) * words + (token >> 5), mask=read, other=0)
+    permitted = ((word >> (token & 31)) & 1) > 0
+    masked = tl.where(permitted, tl.maximum(logit, LOGIT_LEAST), NOTHING)
+    tl.store(at + token, masked.to(at.dtype.element_ty), mask=read & (masked != logit))
+    return masked
 
 
 @triton.jit
-def permitted_logits(at, token, vocabulary, bits, entry, MASKED: tl.constexpr):
-    """As `sound_logits`, after the mask of the row, if it has one."""
-    logit = sound_logits(at, token, vocabulary)
-    if MASKED:
-        read = token < tl.where(entry >= 0, vocabulary, 0)
-        word = tl.load(bits + (token >> 5), mask=read, other=-1)
-        permitted = ((word >> (token & 31)) & 1) > 0
-        logit = tl.where(permitted, tl.where(read, tl.maximum(logit, LOGIT_LEAST), logit), NOTHING)
-    return logit
-
-
-@triton.jit
-def values_of(row, token, MASKED: tl.constexpr):
-    """What draws go by. `row` is (its logits, the vocabulary, its greatest logit, its temperature, the words of its mask,
-    the entry of that). In a row without any finite logit all values are equal."""
-    at, vocabulary, greatest, temperature, bits, entry = row
+def values_of(row, token):
+    """What draws go by. `row` is (its logits, the vocabulary, its greatest logit, its temperature). In a row without any
+    finite logit all values are equal."""
+    at, vocabulary, greatest, temperature = row
     hopeless = greatest == NOTHING
     equal = tl.where(token < vocabulary, 0.0, NOTHING)
-    logit = tl.where(hopeless, equal, permitted_logits(at, token, vocabulary, bits, entry, MASKED))
+    logit = tl.where(hopeless, equal, sound_logits(at, token, vocabulary))
     return tl.div_rn(logit - tl.where(hopeless, 0.0, greatest), temperature)
 
 
@@ -126,8 +117,12 @@ def survey(
     row = tl.program_id(1)
     cell = row * tl.num_programs(0) + chunk
     token = chunk * CHUNK + tl.arange(0, CHUNK)
-    bits, entry = mask_of(masks, mask_rows, row, words, MASKED)
-    logit = permitted_logits(logits + row.to(tl.int64) * stride, token, vocabulary, bits, entry, MASKED)
+    at = logits + row.to(tl.int64) * stride
+    logit = sound_logits(at, token, vocabulary)
+    if MASKED:
+        entry = tl.load(mask_rows + row)
+        if entry >= 0:
+            logit = apply_mask(at, token, vocabulary, logit, entry, masks, words)
     peak = tl.max(logit, 0)
     tl.store(peaks + cell, peak)
     if DRAWS:
@@ -150,9 +145,6 @@ def choose(
     peaks,
     bounds,
     weights,
-    masks,
-    mask_rows,
-    words,
     lists,
     out,
     vocabulary,
@@ -163,7 +155,6 @@ def choose(
     GROUP: tl.constexpr,
     DRAWS: tl.constexpr,
     CUTS: tl.constexpr,
-    MASKED: tl.constexpr,
 ):
     """One program: one row. CHUNKS is the least power of two that is not below `chunks`."""
     number = tl.program_id(0)
@@ -171,33 +162,32 @@ def choose(
     there = lane < chunks
     cell = number * chunks + lane
     at = logits + number.to(tl.int64) * stride
-    bits, entry = mask_of(masks, mask_rows, number, words, MASKED)
     peak = tl.load(peaks + cell, mask=there, other=NOTHING)
     greatest = tl.max(peak, 0)
     if DRAWS:
         slot = tl.load(slots + number)
         temperature = real_wish(wishes, slot, 1).to(tl.float32)
         if temperature > 0:
-            row = (at, vocabulary, greatest, temperature, bits, entry)
+            row = (at, vocabulary, greatest, temperature)
             key = row_key(tl.load(wishes + slot * WISHES), tl.load(positions + number))
             bound = score_most(row, peak, tl.load(bounds + cell, mask=there, other=NOTHING), there)
             if CUTS:
                 total = total_of(row, peak, tl.load(weights + cell, mask=there, other=0.0))
                 listed = lists + number * CHUNKS
-                token = draw_inside_cuts(row, key, wishes, slot, listed, peak, bound, total, CHUNK, CHUNKS, GROUP, MASKED)
+                token = draw_inside_cuts(row, key, wishes, slot, listed, peak, bound, total, CHUNK, CHUNKS, GROUP)
             else:
-                token = race(row, key, bound, NOTHING, PLACE_MOST, CHUNK, CHUNKS, MASKED)
+                token = race(row, key, bound, NOTHING, PLACE_MOST, CHUNK, CHUNKS)
         else:
-            token = first_greatest(at, peak, greatest, vocabulary, bits, entry, CHUNK, MASKED)
+            token = first_greatest(at, peak, greatest, vocabulary, CHUNK)
     else:
-        token = first_greatest(at, peak, greatest, vocabulary, bits, entry, CHUNK, MASKED)
+        token = first_greatest(at, peak, greatest, vocabulary, CHUNK)
     tl.store(out + number, token)
 
 
 @triton.jit
-def first_greatest(at, peak, greatest, vocabulary, bits, entry, CHUNK: tl.constexpr, MASKED: tl.constexpr):
+def first_greatest(at, peak, greatest, vocabulary, CHUNK: tl.constexpr):
     token = tl.argmax(peak, 0) * CHUNK + tl.arange(0, CHUNK)
-    logit = permitted_logits(at, token, vocabulary, bits, entry, MASKED)
+    logit = sound_logits(at, token, vocabulary)
     return tl.min(tl.where(logit == greatest, token, ID_MOST), 0)
 
 
@@ -218,7 +208,7 @@ def total_of(row, peak, weight):
 
 
 @triton.jit
-def race(row, key, bound, floor, last, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, MASKED: tl.constexpr):
+def race(row, key, bound, floor, last, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
     """The token with the greatest value + noise among those at places up to `last` whose value is not below the floor.
 
     Chunks are visited by falling bound until none can hold a better one. At least one token must be in the race.
@@ -231,7 +221,7 @@ def race(row, key, bound, floor, last, CHUNK: tl.constexpr, CHUNKS: tl.constexpr
     while (most > NOTHING) & (most + SLACK >= best):
         chunk = tl.argmax(bound, 0)
         token = chunk * CHUNK + tl.arange(0, CHUNK)
-        value = values_of(row, token, MASKED)
+        value = values_of(row, token)
         runs = (place_of(value, token) <= last) & (value >= floor) & (value > NOTHING)
         score = tl.where(runs, value.to(tl.float64) + gumbel(hash_of(token, slope, offset)), NOTHING)
         top = tl.max(score, 0)
@@ -256,7 +246,6 @@ def draw_inside_cuts(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     GROUP: tl.constexpr,
-    MASKED: tl.constexpr,
 ):
     top_k = tl.load(wishes + slot * WISHES + 2).to(tl.int32)
     top_p = real_wish(wishes, slot, 3)
@@ -265,18 +254,18 @@ def draw_inside_cuts(
     peak_depth = depth_of(tl.div_rn(tl.where(hopeless, 0.0, peak - tl.where(hopeless, 0.0, row[2])), row[3]))
     last = tl.full([], PLACE_MOST, tl.int64)
     if top_k > 0:
-        last = kth_place(row, listed, peak_depth, top_k, CHUNK, CHUNKS, GROUP, MASKED)
+        last = kth_place(row, listed, peak_depth, top_k, CHUNK, CHUNKS, GROUP)
         if top_p < EVERYTHING:
-            total = ranked_before(row, listed, peak_depth, last + 1, CHUNK, CHUNKS, GROUP, MASKED)[1]
+            total = ranked_before(row, listed, peak_depth, last + 1, CHUNK, CHUNKS, GROUP)[1]
     needed = tl.maximum(top_p * total, WEIGHT_LEAST)
     before = needed
     token = tl.full([], 0, tl.int32)
     while before >= needed:
-        token = race(row, key, bound, floor, last, CHUNK, CHUNKS, MASKED)
-        place = place_of(values_of(row, token, MASKED), token)
+        token = race(row, key, bound, floor, last, CHUNK, CHUNKS)
+        place = place_of(values_of(row, token), token)
         before = tl.full([], 0.0, tl.float64)
         if top_p < EVERYTHING:
-            before = ranked_before(row, listed, peak_depth, place, CHUNK, CHUNKS, GROUP, MASKED)[1]
+            before = ranked_before(row, listed, peak_depth, place, CHUNK, CHUNKS, GROUP)[1]
         last = place - 1
     return token
 
@@ -290,7 +279,6 @@ def ranked_before(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     GROUP: tl.constexpr,
-    MASKED: tl.constexpr,
 ):
     """(how many tokens have a lesser place, their weight). Visits the chunks whose greatest value is not deeper."""
     depth = (place >> ID_BITS).to(tl.int32)
@@ -308,7 +296,7 @@ def ranked_before(
         entry = begin + tl.arange(0, GROUP)
         chunk = tl.load(listed + entry, mask=entry < chunks, other=CHUNKS)
         token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-        value = values_of(row, token, MASKED)
+        value = values_of(row, token)
         ahead = (depth_of(value) < depth) | ((depth_of(value) == depth) & (token < own))
         count += tl.sum(ahead.to(tl.int32), 0)
         weight += tl.sum(tl.where(ahead, tl.exp2(value * LOG2_E), 0.0), 0)
@@ -325,14 +313,13 @@ def kth_place(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     GROUP: tl.constexpr,
-    MASKED: tl.constexpr,
 ):
     """A place that exactly `top_k` tokens do not pass. There are more than `top_k` in the vocabulary."""
     low = tl.full([], -1, tl.int64)
     high = (kth_peak(peak_depth, top_k).to(tl.int64) << ID_BITS) + ID_MOST
     while high - low > 1:
         middle = low + ((high - low) >> 1)
-        count = ranked_before(row, listed, peak_depth, middle + 1, CHUNK, CHUNKS, GROUP, MASKED)[0]
+        count = ranked_before(row, listed, peak_depth, middle + 1, CHUNK, CHUNKS, GROUP)[0]
         low = tl.where(count < top_k, middle, tl.where(count == top_k, middle - 1, low))
         high = tl.where(count < top_k, high, middle)
     return high

@@ -103,21 +103,27 @@ class DeviceSampler:
     ) -> None:
         """Draw one token for each row of `logits` [rows, at least the vocabulary], at `positions` of the sequences in
         `slots`, into `out`; all three are int32 [rows]. The mode must suffice for the slots. Without `masks` no row has
-        one; with them each row has the one that the table names, which must permit a token."""
+        one; with them each row has the one that the table names, which must permit a token: its logits are changed."""
         rows = self._checked(logits, slots, positions, out)
         table = self._no_masks if masks is None else masks
-        shared = (
-            logits, self._wishes, slots, positions, self._peaks, self._bounds, self._weights, table.entries, table.rows,
-            table.entries.stride(0),
-        )  # fmt: skip
+        shared = (logits, self._wishes, slots, positions, self._peaks, self._bounds, self._weights)
         kind = {
             "CHUNK": self._chunk,
             "DRAWS": mode >= SamplingMode.ALL,
             "CUTS": mode >= SamplingMode.CUTS,
-            "MASKED": masks is not None,
             "enable_fp_fusion": False,
         }
-        survey[(self._chunks, rows)](*shared, self._vocabulary, logits.stride(0), **kind, num_warps=4)
+        survey[(self._chunks, rows)](
+            *shared,
+            table.entries,
+            table.rows,
+            table.entries.stride(0),
+            self._vocabulary,
+            logits.stride(0),
+            **kind,
+            MASKED=masks is not None,
+            num_warps=4,
+        )
         choose[(rows,)](
             *shared,
             self._lists,
