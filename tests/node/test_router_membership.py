@@ -202,7 +202,7 @@ async def test_an_engine_that_is_silent_is_not_offered_to_a_router_until_it_spea
         await logged(caplog, "the engine is silent")
         assert len(router.of(Join)) == 1
         one.engine.heard_us = None
-        await router.until(lambda: len(router.of(Join)) == 2)
+        await router.until(lambda: len(router.of(Join)) >= 2)
 
 
 async def test_a_router_that_does_not_answer_a_join_is_left_and_called_again(
@@ -311,9 +311,9 @@ async def test_a_router_that_breaks_the_rules_is_left_and_called_again(router: R
     async with member(router.port):
         await router.next(HeartbeatMessage)
         router.lines[-1].send([b"no message"])
-        await router.until(lambda: len(router.of(Join)) == 2)
+        await router.until(lambda: len(router.of(Join)) >= 2)
         router.say(Welcome("r", 50_000, 1))  # a second one
-        await router.until(lambda: len(router.of(Join)) == 3)
+        await router.until(lambda: len(router.of(Join)) >= 3)
 
 
 async def test_a_router_with_another_key_is_not_believed(caplog: pytest.LogCaptureFixture) -> None:
