@@ -1,10 +1,13 @@
-# make serve   set up and show it: a fleet, a dashboard    make test    set up and run the tests; T="PATH …" only those
+# make serve   set up what serves and show it: a fleet, a dashboard; TORCH=any takes a CUDA build though there is no GPU
+# make test    set up what tests need too, and run them; T="PATH …" only those       make setup   only set up
 # make test-long   what takes long: slow tests, then WORLDS=2000 simulated clusters, then RANDOM_WORLDS=500 from a random seed
 # make test-all    both
 # make check   format, lint, types, tidiness              make bench   measure, beside a peer where BATON_PEER_VLLM names one
 # make test-gpu   the tests that need CUDA, with little installed   make bench-gpu   everything that is fast on a GPU, timed
+# make dist    the wheel and the source archive, in dist/   make try-wheel   serve from that wheel alone, in a new environment
 # make fuzz    simulated clusters with faults from a random seed, which it prints: SEEDS=2000, FIRST=random, or for MINUTES=60
 # make chaos   a real fleet under load, of which instances are killed, stopped and drained, FAULTS=100 times
+# make docs    the documentation as a site, in build/docs
 PYTHON ?= python3
 PORT ?= 8000
 MINUTES ?=
@@ -14,20 +17,29 @@ FAULTS ?= 100
 WORLDS ?= 2000
 RANDOM_WORLDS ?= 500
 T ?=
+TORCH ?=
 VENV := .venv
 BIN := $(VENV)/bin
+READY_TO_SERVE := $(VENV)/.ready-serve
 READY := $(VENV)/.ready
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
 # Where the environment forbids bytecode, each of the hundreds of processes that tests start would compile all of Baton anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup serve test test-long test-all test-gpu check format bench bench-gpu fuzz chaos clean
+.PHONY: setup serve dist try-wheel test test-long test-all test-gpu check format bench bench-gpu fuzz chaos clean
 
 setup: $(READY)
 
-serve: $(READY)
+serve: $(READY_TO_SERVE)
 	$(BIN)/baton up --demo --router-port $(PORT)
+
+dist: $(READY_TO_SERVE)
+	rm -rf dist
+	$(BIN)/python -m hatchling build
+
+try-wheel: $(READY_TO_SERVE)
+	$(BIN)/python tools/try_wheel.py
 
 # Three at a time, of about as many seconds each. Those that start processes mostly wait for them, and what they wait for has
 # time limits: they go first. The others only compute, and take what is left of two cores.
@@ -111,17 +123,41 @@ fuzz: $(READY)
 chaos: $(READY)
 	$(BIN)/baton chaos --faults $(FAULTS)
 
-# Everything by its hash first, and nothing that would have to be built; then torch, whose file differs by registry and whose
-# other needs are there by then; then Baton itself, built by what was installed.
-$(READY): pyproject.toml constraints.txt requirements.lock
+# torch first: where only a CUDA build is on offer and no GPU is here, the set-up ends before anything large is fetched. Then
+# everything by its hash, and nothing that would have to be built; then what this torch needs besides, whose file differs by
+# registry; then Baton itself, built by what was installed.
+LOCKED := $(INSTALL) --no-deps --only-binary=:all: --require-hashes
+COMPILED := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib
+$(READY_TO_SERVE): pyproject.toml constraints.txt requirements-serve.lock
 	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) --no-deps --only-binary=:all: --require-hashes -r requirements.lock
-	$(INSTALL) -c constraints.txt torch
+	PYTHONPATH=src $(BIN)/python tools/torch_setup.py $(TORCH)
+	$(LOCKED) -r requirements-serve.lock
+	$(INSTALL) torch
 	$(INSTALL) --no-deps --no-build-isolation -e .
-	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib src || true  # pip would on one core; a few files are not meant to compile
+	$(COMPILED) src || true  # pip would on one core; a few files are not meant to compile
+	touch $@
+
+$(READY): $(READY_TO_SERVE) requirements-test.lock
+	$(LOCKED) -r requirements-test.lock
+	$(COMPILED) || true
 	tools/mooncake-libraries.sh $(CURDIR)/$(VENV)
 	tools/browser.sh
 	touch $@
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(DOCS_VENV)
+
+# The network is needed once, for an environment of its own. To look at the site, with its search:
+# python -m http.server --directory build/docs --bind 127.0.0.1
+DOCS_VENV := .venv-docs
+DOCS_READY := $(DOCS_VENV)/.ready
+.PHONY: docs
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: $(DOCS_READY)
+	$(DOCS_VENV)/bin/mkdocs build --quiet --strict
+	$(PYTHON) tools/docs/check_site.py build/docs
+
+$(DOCS_READY): tools/docs/requirements.lock
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --only-binary=:all: --require-hashes -r $<
+	touch $@

@@ -59,6 +59,8 @@ KILL_AFTER_S = 0.2
 KILLS_MAX = 3
 """Where a kill came before the first token of an answer or after the last, another is tried in the next turn."""
 POLL_S = 0.01
+STEP_MS = "20"
+"""Of the scripted executor: an answer must still be in its middle when an instance has said that it serves."""
 SHOWN_FAILURES = 5
 CHAT_TEMPLATE = (
     "{% if tools %}system: <tools>{{ tools | tojson }}</tools>\n{% endif %}"
@@ -164,7 +166,7 @@ def agent_fleet(model: str, *more: str) -> Iterator[tuple[str, str]]:
 
 def _model_words(model: str, folder: Path) -> tuple[str, ...]:
     if model == SCRIPTED:
-        return ("--executor", "scripted", "--step-ms", "5")
+        return ("--executor", "scripted", "--step-ms", STEP_MS)
     if model != TINY:
         return (model,)
     make_tiny(folder, CONTEXT_TOKENS)

@@ -227,6 +227,14 @@ def _walked(matcher: Matcher, tokens: list[int]) -> tuple[list[float], bool]:
     return times, matcher.may_end()
 
 
+def _judge_of(schema: dict[str, Any] | bool) -> Any:
+    """None for a schema in a dialect of its own, whose answers cannot be judged."""
+    try:
+        return jsonschema_rs.validator_for(schema, validate_formats=True)
+    except jsonschema_rs.ValidationError:
+        return None
+
+
 def _is_valid(judge: Any, text: str) -> bool:
     try:
         return bool(judge.is_valid(json.loads(text)))
@@ -253,8 +261,8 @@ def _measured(row: Schema, backend: Any, tokenizer: Tokenizer, walks: Walks | No
         compile_us.append((time.perf_counter() - began) * 1e6)
         if compile_us[-1] > LONG_US:
             break
-    judge = jsonschema_rs.validator_for(row["schema"], validate_formats=True) if walks is not None else None
-    run = SchemaRun(tokenizer, matchers, walks)
+    judge = None if walks is None else _judge_of(row["schema"])
+    run = SchemaRun(tokenizer, matchers, None if judge is None else walks)
     return {"gate_us": gate_us, "compile_us": min(compile_us), **run.measured(row, judge)}
 
 

@@ -31,9 +31,9 @@ from baton.bench.sim_run import BadSimOptions
 from baton.bench.stats import median
 from baton.bench.traces import TraceMalformed
 from baton.cli.bench_screen import progress_bar, stop_servers_on_sigterm, wide_console
-from baton.core.errors import BatonError
+from baton.core.errors import BatonError, SetupError
 from baton.kv.store import BadStore
-from baton.node.models import ModelUnavailable, resolve_model
+from baton.node.models import resolve_model
 from baton.sim.step_times import BadStepTimes
 from baton.sim.workload import BadWorkload
 
@@ -58,7 +58,7 @@ class NoTrace(BadBenchmarkOptions):
 
 
 WRONG_COMMAND = (
-    BadBenchmarkOptions, BadSimOptions, BadStepTimes, BadStore, BadWorkload, ModelUnavailable, PlotUnavailable,
+    BadBenchmarkOptions, BadSimOptions, BadStepTimes, BadStore, BadWorkload, PlotUnavailable, SetupError,
     TraceMalformed,
 )  # fmt: skip
 FAILED = (BatonError, ChildFailed, MeasurementFailed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -77,3 +78,28 @@ def test_every_origin_needs_a_key() -> None:
     check_origins(["http://127.0.0.1:3000"], [])
     with pytest.raises(CannotServe, match="no API key is set"):
         check_origins(["*"], [])
+
+
+def test_the_page_of_the_api_loads_nothing_from_elsewhere_and_needs_no_key(open_to_a_page: Served) -> None:
+    page = open_to_a_page.call("GET", "/docs")
+    assert (page.status, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    parts = re.findall(r'(?:src|href)="([^"]+)"', page.body.decode())
+    assert "/docs/docs.js" in parts
+    for path in parts:
+        wanted = 401 if path == "/openapi.json" else 200
+        assert open_to_a_page.call("GET", path).status == wanted, path
+        if wanted == 200:
+            assert not re.search(rb"https?://(?!www\.w3\.org)", open_to_a_page.call("GET", path).body), path
+    assert open_to_a_page.call("GET", "/docs/app.py").status == 401
+    assert open_to_a_page.call("GET", "/docs/app.py", headers={"Authorization": "Bearer one"}).status == 404
+
+
+def test_the_document_says_which_paths_need_no_key(open_to_a_page: Served) -> None:
+    document = open_to_a_page.call("GET", "/openapi.json", headers={"Authorization": "Bearer one"}).json()
+    assert document["info"]["version"] == __version__
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            needs_none = operation.get("security", document["security"]) == []
+            assert needs_none == (path in ("/", "/ping", "/health", "/ready")), path
+            assert operation["summary"]

@@ -315,7 +315,7 @@ def test_it_is_counted_logged_and_billed(
     assert 'baton_request_success_total{finished_reason="pd_reschedule",model_name="tiny"} 1.0' in page
     assert 'baton_generation_tokens_total{model_name="tiny"} 3.0' in page
     (line,) = [record.getMessage() for record in caplog.records if record.name == "baton.access"]
-    assert " status=200 tenant=- finish=pd_reschedule " in line
+    assert " status=200 tenant=- client=127.0.0.1 finish=pd_reschedule " in line
     assert " completion=3 " in line
 
 

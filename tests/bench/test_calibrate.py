@@ -27,6 +27,7 @@ from baton.cli.main import app
 from baton.core.engine.plan import StepPlan, StepResult
 from baton.executor.contract import ExecutorShape
 from baton.executor.scripted import ScriptedExecutor
+from baton.node.scripted_text import write_byte_tokenizer
 from baton.sim.step_times import load_step_times
 from tests.support.tiny import family_config, save_random
 
@@ -190,6 +191,7 @@ def test_delivering_costs_something() -> None:
 def test_the_command_prints_a_table_and_writes_a_model_that_loads(tmp_path: Path) -> None:
     out = tmp_path / "new" / "mine.json"
     folder = save_tiny(tmp_path / "model")
+    write_byte_tokenizer(folder)
     command = [
         "bench",
         "calibrate",

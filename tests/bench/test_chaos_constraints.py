@@ -196,7 +196,7 @@ async def tallied(text: str) -> ChaosTally:
 def report_of(counts: ConstraintCounts) -> ChaosReport:
     return ChaosReport(
         faults={}, asked_for=0, requests=1, least_requests=1, streamed=1, moved=1, moves=1, differences=[],
-        constrained=counts, gaps_s=None, moved_gaps_s=None, held={}, false=[], cut_short=None, took_s=1.0,
+        constrained=counts, gaps_s=None, moved_gaps_s=None, gaps_by_kind_s={}, held={}, false=[], cut_short=None, took_s=1.0,
     )  # fmt: skip
 
 

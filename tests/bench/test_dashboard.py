@@ -1,68 +1,87 @@
-"""The Grafana dashboard names only metrics that a server has."""
+"""The Grafana dashboard and the alerts name only metrics and labels that a server or a router has."""
 
 from __future__ import annotations
 
+import functools
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana-dashboard.json"
+import pytest
 
-HISTOGRAMS = (
-    "baton_time_to_first_token_seconds",
-    "baton_time_per_output_token_seconds",
-    "baton_e2e_request_latency_seconds",
-    "baton_constraint_compile_seconds",
-)
-METRICS = frozenset(
-    {
-        "baton_num_requests_running",
-        "baton_num_requests_waiting",
-        "baton_kv_blocks",
-        "baton_kv_cache_usage_perc",
-        "baton_prefix_cache_hits_total",
-        "baton_prefix_cache_queries_total",
-        "baton_prompt_tokens_total",
-        "baton_generation_tokens_total",
-        "baton_request_success_total",
-        "baton_stale_results_total",
-        "baton_num_preemptions_total",
-        "baton_recomputed_tokens_total",
-        "baton_chunk_prefill_unsatisfied_total",
-        "baton_reserve_ratio",
-        "baton_engine_steps_total",
-        "baton_role_info",
-        "baton_peers",
-        "baton_handovers_open",
-        "baton_handovers_total",
-        "baton_constraints_total",
-        "baton_constraint_cache_bytes",
-        *(name + suffix for name in HISTOGRAMS for suffix in ("_bucket", "_sum", "_count")),
-    }
-)
+from baton.cli.reference import metric_rows
+
+DOCS = Path(__file__).parents[2] / "docs"
+DASHBOARD, ALERTS = DOCS / "grafana-dashboard.json", DOCS / "prometheus-alerts.yml"
+OF_THE_SCRAPE = {"job", "instance", "le"}
+"""Labels that Prometheus adds, and that of buckets."""
+SHOWN = {
+    "baton_moves_total", "baton_retries_total", "baton_handovers_total", "baton_engine_stalls_total",
+    "baton_num_preemptions_total", "baton_request_queue_time_seconds_bucket", "baton_request_prefill_time_seconds_bucket",
+    "baton_request_decode_time_seconds_bucket", "baton_inter_token_latency_seconds_bucket",
+}  # fmt: skip
+"""What an operator must find on the board, whatever else is there."""
 
 
-def expressions() -> list[str]:
-    panels = json.loads(DASHBOARD.read_text())["panels"]
-    return [target["expr"] for panel in panels for target in panel.get("targets", [])]
+@functools.cache
+def labels_of() -> dict[str, frozenset[str]]:
+    """The labels of every series."""
+    found = {}
+    for row in (row for rows in metric_rows() for row in rows):
+        for suffix in ("_bucket", "_sum", "_count") if row.kind == "histogram" else ("",):
+            found[row.name + suffix] = frozenset(row.labels)
+    return found
 
 
-def test_it_names_every_metric_of_the_list_and_no_other() -> None:
-    named = {name for expression in expressions() for name in re.findall(r"baton_\w+", expression)}
-    assert named == METRICS
+def panels() -> list[dict[str, Any]]:
+    read: list[dict[str, Any]] = json.loads(DASHBOARD.read_text())["panels"]
+    return read
+
+
+def on_the_board() -> list[str]:
+    return [target["expr"] for panel in panels() for target in panel.get("targets", [])]
+
+
+def in_the_alerts() -> list[str]:
+    """The expressions of the rules, one a rule, also those folded over several lines."""
+    found = re.findall(r"^ {8}expr: (?:>-\n)?(.*?)^ {8}\w", ALERTS.read_text(), re.MULTILINE | re.DOTALL)
+    return [" ".join(one.split()) for one in found]
+
+
+def series(expression: str) -> Iterator[tuple[str, str]]:
+    """(name, what is in its braces) of each series of ours in an expression."""
+    for name, _, selected in re.findall(r"\b(baton_\w+)(\{([^}]*)\})?", expression):
+        yield name, selected
+
+
+@pytest.mark.parametrize("expression", [*on_the_board(), *in_the_alerts()])
+def test_every_metric_and_label_that_is_named_is_there(expression: str) -> None:
+    named = dict(series(expression))
+    assert named.keys() <= labels_of().keys()
+    for name, selected in named.items():
+        asked = set(re.findall(r"(\w+)\s*(?:=~|!=|!~|=)", selected))
+        assert asked <= labels_of()[name], name
+    grouped = {label for group in re.findall(r"by \(([^)]*)\)", expression) for label in group.replace(" ", "").split(",")}
+    there = frozenset[str]().union(*(labels_of()[name] for name in named))
+    assert grouped <= there | OF_THE_SCRAPE
 
 
 def test_counters_are_shown_as_rates() -> None:
-    for expression in expressions():
+    for expression in [*on_the_board(), *in_the_alerts()]:
         for name in re.findall(r"baton_\w+(?:_total|_bucket|_sum|_count)\b", expression):
-            assert f"rate({name}" in expression
+            assert re.search(rf"(?:rate|increase)\({name}\b", expression), expression
+
+
+def test_the_board_shows_moves_hand_overs_stalls_and_the_stages_of_requests() -> None:
+    assert {name for expression in on_the_board() for name, _ in series(expression)} >= SHOWN
 
 
 def test_panels_have_their_own_ids_and_places() -> None:
-    panels = json.loads(DASHBOARD.read_text())["panels"]
-    assert len({panel["id"] for panel in panels}) == len(panels)
+    assert len({panel["id"] for panel in panels()}) == len(panels())
     taken: set[tuple[int, int]] = set()
-    for panel in panels:
+    for panel in panels():
         place = panel["gridPos"]
         cells = {
             (x, y) for x in range(place["x"], place["x"] + place["w"]) for y in range(place["y"], place["y"] + place["h"])
@@ -70,3 +89,14 @@ def test_panels_have_their_own_ids_and_places() -> None:
         assert place["x"] + place["w"] <= 24
         assert not cells & taken
         taken |= cells
+
+
+def test_every_alert_has_an_expression_a_severity_and_words_for_who_is_woken() -> None:
+    text = ALERTS.read_text()
+    rules = re.split(r"^ {6}- alert: ", text, flags=re.MULTILINE)[1:]
+    names = [rule.split("\n", 1)[0] for rule in rules]
+    assert len(set(names)) == len(names) == len(in_the_alerts())
+    for rule in rules:
+        assert re.search(r"severity: (critical|warning|info)\}", rule), rule
+        assert "summary: " in rule
+        assert "description: " in rule

@@ -59,7 +59,7 @@ def test_answers_of_the_demo_have_a_length_unless_another_is_given(plans: list[F
     assert demo[demo.index("--override-generation-config") + 1] == '{"max_new_tokens": 256}'
     assert given[given.index("--override-generation-config") + 1] == '{"temperature": 0}'
     assert "--override-generation-config" not in plain
-    assert up("--override-generation-config", "{").startswith("1: baton up: --override-generation-config is not JSON")
+    assert up("--override-generation-config", "{").startswith("2: baton up: --override-generation-config is not JSON")
     assert len(plans) == 3
 
 
@@ -70,7 +70,7 @@ def test_the_device_is_every_instance_s_and_what_it_cannot_do_is_told_once(plans
     assert "--batch-invariant" in text
     assert "--kv-memory 20G" in text
     told = up("m", "--device", "cpu", "--batch-invariant")
-    assert told.startswith("1: baton up: --batch-invariant is for CUDA")
+    assert told.startswith("2: baton up: --batch-invariant is for CUDA")
     assert "'flashinfer' is not one of 'auto', 'native', 'gather', 'triton'" in up("m", "--attention", "flashinfer")
     assert len(plans) == 1
 
@@ -181,12 +181,13 @@ def test_a_port_in_use_is_told_with_the_option_that_this_command_has() -> None:
 
 
 def test_keys_are_in_no_command_line_which_others_could_read(plans: list[FleetPlan]) -> None:
-    up("--api-key", "alpha", "--api-key", "beta", "--admin-key", "gamma")
+    up("--api-key", "alpha", "--api-key", "beta", "--admin-key", "gamma", "--metrics-key", "delta")
     (plan,) = plans
-    assert (plan.api_keys, plan.admin_key) == (("alpha", "beta"), "gamma")
+    assert (plan.api_keys, plan.admin_key, plan.metrics_key) == (("alpha", "beta"), "gamma", "delta")
     lines = [*plan.router_command(RouterPorts(8000)), *plan.member_command(plan.members[0], "h:1", 2)]
-    assert not {"alpha", "beta", "gamma"} & set(lines)
+    assert not {"alpha", "beta", "gamma", "delta"} & set(lines)
     assert "alpha" not in repr(plan)
+    assert "delta" not in repr(plan)
 
 
 FILE = """
@@ -233,6 +234,16 @@ def test_a_file_has_options_of_all_and_each_process_gets_its_own(plans: list[Fle
     assert "--config" not in router + instance
 
 
+def test_traces_are_made_by_the_router_and_an_address_that_is_none_is_refused(
+    plans: list[FleetPlan], tmp_path: Path
+) -> None:
+    from_file(tmp_path, "", "--otlp-sample-ratio", "0.5")
+    (plan,) = plans
+    assert "--otlp-sample-ratio 0.5" in " ".join(plan.router_options)
+    assert "--otlp-sample-ratio" not in plan.serve_options
+    assert "--otlp-endpoint must be an address" in from_file(tmp_path, "", "--otlp-endpoint", "collector")
+
+
 def test_flags_and_the_environment_go_before_the_file(plans: list[FleetPlan], tmp_path: Path) -> None:
     from_file(
         tmp_path, FILE, "--decode", "4", "--policy", "round-robin", BATON_API_KEY="of-the-environment", BATON_KV_BLOCKS="9"
@@ -259,6 +270,7 @@ def test_flags_and_the_environment_go_before_the_file(plans: list[FleetPlan], tm
         ("api-key = ['']", "must not be empty"),
         ("api-key = ['two words']", "must not be empty or have spaces"),
         ("admin-key = ''", "must not be empty"),
+        ("metrics-key = 'two words'", "must not be empty or have spaces"),
     ],
 )
 def test_what_a_file_cannot_say_is_told(plans: list[FleetPlan], tmp_path: Path, line: str, said: str) -> None:

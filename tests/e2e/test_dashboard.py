@@ -23,11 +23,12 @@ from baton.api.errors import ApiError
 from baton.core.engine.gauges import SchedulerGauges
 from baton.core.routing.events import FleetChanged, Instance, Join, TimelineNoted, TimelineStage
 from baton.core.routing.identity import RequestNumber
-from baton.router.admin_auth import AdminAuth
-from baton.router.dashboard import OPEN_PATHS, Dashboard
-from baton.router.dashboard_state import RouterState
+from baton.node.admin_auth import AdminAuth
+from baton.node.dashboard import OPEN_PATHS, Dashboard
+from baton.node.dashboard_state import DashboardState
 from tests.support.browser import PALE, UNNAMED, Page, browsing
 from tests.support.fleet import FleetProcess, baton_up
+from tests.support.server import baton_serve
 
 QUESTION = "Does the answer go on when its instance dies? (3)"
 """The scripted model has more than TOKENS to say to it."""
@@ -99,6 +100,32 @@ def test_a_visitor_kills_the_instance_that_answers_and_the_answer_goes_on(browse
     assert seen.complaints == []
 
 
+def test_a_lone_instance_has_the_dashboard_too(browser: Browser) -> None:
+    with baton_serve("--executor", "scripted", "--step-ms", "5", "--admin-key", "sesame") as server:
+        assert httpx.get(f"{server.url}/dashboard/state").status_code == 401
+        assert httpx.get(f"{server.url}/dashboard/state", headers={"Authorization": "Bearer other"}).status_code == 403
+        seen = Page(browser, f"{server.url}/dashboard")
+        page = seen.page
+        page.get_by_label("Admin key").fill("sesame")
+        page.get_by_role("button", name="Use this key").click()
+        expect(page.locator(".card .state-ready")).to_have_count(1)
+        page.select_option("#length", str(TOKENS))
+        page.fill("#question", QUESTION)
+        page.keyboard.press("Enter")
+        expect(page.locator(".said.assistant")).to_have_attribute("aria-busy", "false")
+        assert page.locator(".fault").count() == 0
+        assert len(page.locator(".words").text_content() or "") > 0
+        expect(page.locator(".lane")).to_have_count(1)
+        page.locator(".lane").press("Enter")
+        stages = page.locator("#detail tbody tr td:first-child").all_inner_texts()
+        assert stages[-2:] == ["prefill", "decode"]
+        page.keyboard.press("Escape")
+        expect(page.locator("#tiles").get_by_text("Moves")).to_have_count(0)
+        assert "router" not in page.locator("body").inner_text()
+        fits_and_is_legible(seen)
+        assert [one for one in seen.complaints if "401" not in one] == []
+
+
 def fits_and_is_legible(seen: Page) -> None:
     page = seen.page
     grounds = set()
@@ -131,8 +158,8 @@ class View:
     open: int = 1
 
 
-def hostile_state() -> RouterState:
-    state, name = RouterState(0), Instance(HOSTILE)
+def hostile_state() -> DashboardState:
+    state, name = DashboardState(0), Instance(HOSTILE)
     state.request_received(RequestNumber(1), HOSTILE, HOSTILE, 3, 1, 1_000_000)
     for at, stage in enumerate(TimelineStage, 1):
         state.take(TimelineNoted(RequestNumber(1), 0, stage, name, at * 1_000_000, HOSTILE), 0)
@@ -143,7 +170,7 @@ def hostile_state() -> RouterState:
 
 
 @contextmanager
-def site(state: RouterState, key: str, admin_key: str) -> Iterator[str]:
+def site(state: DashboardState, key: str, admin_key: str) -> Iterator[str]:
     app = FastAPI()
 
     async def error(_: Request, error: ApiError) -> Response:

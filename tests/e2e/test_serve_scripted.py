@@ -17,6 +17,7 @@ import openai
 import pytest
 
 from baton.core.engine.request import Sampling
+from baton.core.errors import EXIT_SETUP
 from baton.executor.scripted import undisturbed
 from baton.node.scripted_text import BYTE_VOCABULARY
 from tests.support.server import ServerProcess, baton_serve, refused_by_serve
@@ -202,6 +203,6 @@ def test_a_port_in_use_is_told_before_anything_slow_happens() -> None:
 
 def test_a_model_that_is_not_there_is_told_clearly(tmp_path: Path) -> None:
     with baton_serve(str(tmp_path / "nowhere"), wait=False) as server:
-        assert server.process.wait(60) == 1
+        assert server.process.wait(60) == EXIT_SETUP
         assert "nowhere" in server.output()
         assert "Traceback" not in server.output()

@@ -7,6 +7,8 @@ import sys
 
 import httpx2 as httpx
 
+from baton.core.errors import EXIT_SETUP
+from baton.node.start_stages import stage_of
 from tests.support.server import baton_serve
 
 
@@ -20,6 +22,10 @@ def test_a_shape_is_served_with_weights_drawn_at_random() -> None:
             "temperature": 0,
             "return_token_ids": True,
         }
+        told = [stage for line in server.output().splitlines() if (stage := stage_of(line)) is not None]
+        assert told[:3] == ["starting the engine", "importing torch", "loading the weights"]
+        assert told[-1] == "trying a step"
+        assert "started in " in server.output()
         answers = [httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json() for _ in range(2)]
     tokens = [answer["choices"][0]["token_ids"] for answer in answers]
     assert tokens[0] == tokens[1]
@@ -29,5 +35,5 @@ def test_a_shape_is_served_with_weights_drawn_at_random() -> None:
 def test_without_saying_so_nobody_gets_random_answers() -> None:
     command = [sys.executable, "-m", "baton", "serve", "shape:tiny-qwen3"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == 1
+    assert ended.returncode == EXIT_SETUP
     assert "--load-format dummy" in ended.stderr

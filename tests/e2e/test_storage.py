@@ -9,6 +9,7 @@ import httpx2 as httpx
 import pytest
 
 from baton.core.engine.request import Sampling
+from baton.core.errors import EXIT_SETUP
 from baton.executor.scripted import undisturbed
 from baton.node.scripted_text import BYTE_VOCABULARY
 from tests.support.server import ServerProcess, baton_serve, refused_by_serve
@@ -76,7 +77,7 @@ def test_another_salt_finds_nothing_of_it(tmp_path: Path) -> None:
 )
 def test_what_cannot_work_ends_with_a_line_that_says_so(options: tuple[str, ...], said: str) -> None:
     status, output = refused_by_serve("--executor", "scripted", *options)
-    assert status == 1
+    assert status == EXIT_SETUP
     last = output.splitlines()[-1]
     assert last.startswith("baton serve: ")
     assert said in last

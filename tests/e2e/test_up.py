@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -93,3 +94,42 @@ def test_a_port_in_use_is_told_once_and_ends_it() -> None:
     ):
         assert fleet.process.wait(60) == 1
         assert fleet.output().count("cannot listen on") == 1
+
+
+def test_a_request_sent_while_the_instances_start_is_answered_by_the_first(free_port: int) -> None:
+    """With no patience for an absence: without the expectation it would be declined at once."""
+    with baton_up(*SCRIPTED, "--mixed", "2", "--absent-timeout", "0", "--router-port", str(free_port), wait=False) as fleet:
+        fleet.url = f"http://127.0.0.1:{free_port}"
+        fleet.until(lambda: _listens(free_port), "the router's port")
+        ready = httpx.get(f"{fleet.url}/ready", timeout=60)
+        assert ready.status_code == 503
+        assert "0 of 2 expected ones have come so far" in ready.text
+        answer = fleet.complete(ignore_eos=True)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["token_ids"] == expected(24)
+
+
+@pytest.mark.slow
+def test_a_request_that_waits_gets_an_error_when_no_instance_can_be_started(free_port: int) -> None:
+    broken = ("--peer-host", "192.0.2.1")  # an address of another machine
+    options = ("--executor", "scripted", "--prefill", "1", "--decode", "1", *broken, "--restart-delay-max", "0")
+    with baton_up(*options, "--router-port", str(free_port), wait=False) as fleet, ThreadPoolExecutor(1) as client:
+        fleet.url = f"http://127.0.0.1:{free_port}"
+        fleet.until(lambda: _listens(free_port), "the router's port")
+        answer = client.submit(fleet.complete).result(120)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_instance"), answer.text
+        assert "1 of 1 expected instances never came" in answer.text
+        assert fleet.process.wait(60) == 1
+        assert fleet.commands() == {}
+
+
+def _listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from baton.core.errors import EXIT_SETUP
 from baton.executor.gguf_header import (
     ALIGNMENT_MAX,
     FIELDS_MAX,
@@ -20,10 +21,11 @@ from baton.executor.gguf_header import (
     PART_COUNTS,
     TENSORS_MAX,
     BadGguf,
+    UnreadableGguf,
     check_gguf,
 )
 
-U32, U64, STRING, ARRAY, F32 = 4, 10, 8, 9, 0
+U32, U64, STRING, ARRAY, F32, Q8_K = 4, 10, 8, 9, 0, 15
 HUGE = 1 << 60
 ROOM_BYTES = 6 << 30
 """Address space of a child: torch and its libraries take most of it."""
@@ -113,6 +115,13 @@ def test_a_lie_is_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
     assert "\n" not in str(refusal.value)
 
 
+def test_a_type_that_cannot_be_read_is_named_with_what_to_do(tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    file.write_bytes(_file([], [_tensor("t", 256, kind=Q8_K)], bytes(1024)))
+    with pytest.raises(UnreadableGguf, match=r"^m\.gguf cannot be converted: the tensor 't' is of the type Q8_K, .*; take"):
+        check_gguf(file)
+
+
 @pytest.mark.parametrize("size", range(0, len(SOUND), 7))
 def test_a_part_of_a_file_is_refused(tmp_path: Path, size: int) -> None:
     file = tmp_path / "m.gguf"
@@ -146,7 +155,7 @@ def test_a_server_refuses_a_lie_in_one_line_and_bounded_memory(tmp_path: Path, l
     file = tmp_path / "m.gguf"
     file.write_bytes(LYING[lie])
     code, output = _served(file, tmp_path / "cache")
-    assert code == 1
+    assert code == EXIT_SETUP
     assert output.splitlines()[-1].startswith("baton serve: m.gguf is no usable GGUF file")
     assert "Traceback" not in output
 
@@ -156,6 +165,6 @@ def test_a_file_whose_header_is_sound_and_that_is_no_model_is_refused_in_one_lin
     file = tmp_path / "m.gguf"
     file.write_bytes(SOUND)
     code, output = _served(file, tmp_path / "cache")
-    assert code == 1
+    assert code == EXIT_SETUP
     assert output.splitlines()[-1].startswith("baton serve: m.gguf cannot be converted: ")
     assert "Traceback" not in output

@@ -12,7 +12,16 @@ from baton.core.errors import RefusalCode
 from baton.executor.constraints.compiled_cache import CompiledConstraints
 from baton.executor.constraints.scripted_backend import ScriptedBackend
 from baton.node.constraint_gate import WAIT_US_MAX, ConstraintGate, GatePassed, GateRefused
-from tests.support.constrained_submissions import DEADLINE_S, HaltingBackend, asked, constraint
+from tests.support.constrained_submissions import (
+    DEADLINE_S,
+    HaltingBackend,
+    allowed_first,
+    asked,
+    constraint,
+    of_another_version,
+)
+
+VOCABULARY = 64
 
 
 class Gate:
@@ -21,7 +30,7 @@ class Gate:
         self.backend = HaltingBackend()
         self.compiled = CompiledConstraints([self.backend])
         self.decided: queue.SimpleQueue[GatePassed | GateRefused] = queue.SimpleQueue()
-        self.gate = ConstraintGate(self.compiled, self.decided.put, lambda: self.now_us, held_max)
+        self.gate = ConstraintGate(self.compiled, VOCABULARY, self.decided.put, lambda: self.now_us, held_max)
 
     def next(self) -> GatePassed | GateRefused:
         return self.decided.get(timeout=DEADLINE_S)
@@ -120,3 +129,18 @@ def test_the_cache_keeps_the_latest_used_ones(kept: int) -> None:
     for seed in range(5):
         compiled.compile(constraint(seed))
     assert [compiled.has(constraint(seed)) for seed in range(5)] == [seed >= 5 - kept for seed in range(5)]
+
+
+def test_masks_are_compared_before_an_answer_of_another_version_passes() -> None:
+    gate, first = Gate(), asked("moved", 5).group[0]
+    gate.backend.release.release()
+    gate.compiled.compile(constraint(5))
+    submit = Submit(3, (of_another_version(first, [allowed_first(constraint(5).source)], b""),))
+    assert not gate.gate.passes(submit), "its constraint is compiled, and not compared"
+    assert gate.gate.hold(submit) is None
+    decided = gate.next()
+    assert isinstance(decided, GatePassed)
+    assert decided.submit.ticket == 3
+    made = decided.submit.group[0].sampling.constraint
+    assert made is not None
+    assert made.version == ScriptedBackend.version

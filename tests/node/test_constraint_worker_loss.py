@@ -96,7 +96,7 @@ async def test_where_a_worker_starts_too_slowly_the_client_may_try_again(
     workers: ConstraintWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(constraint_workers, "START_S_MAX", 0.001)
+        patch.setattr(constraint_workers, "START_S_MAX", 0)
         refusal = await refusal_of(workers, regex("x"))
     assert (refusal.status, refusal.headers["Retry-After"]) == (503, "1")
     assert isinstance(await workers.compile("a", regex("x"), "field"), Constraint)

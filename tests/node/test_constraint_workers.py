@@ -13,18 +13,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
+from tokenizers import Tokenizer
 
 from baton.api.constraint_compiler import CompileOutcome
 from baton.api.constraint_jobs import ConstraintJob
 from baton.api.constraints.wanted import ConstraintKind
 from baton.api.errors import ApiError
 from baton.core.engine.request import Constraint
+from baton.executor.constraints.compiled_cache import CompiledConstraints
+from baton.executor.constraints.llguidance_backend import LlguidanceBackend
+from baton.executor.constraints.version_skew import digest_after
 from baton.executor.python_command import python_command
 from baton.node import constraint_workers
 from baton.node.available_memory import available_bytes
 from baton.node.constraint_worker import LongestTokens
 from baton.node.constraint_workers import ConstraintWorkers
-from baton.node.scripted_text import write_byte_tokenizer
+from baton.node.scripted_text import BYTE_VOCABULARY, write_byte_tokenizer
 
 LONG_S = 60.0
 """For what must succeed, on however busy a machine."""
@@ -333,3 +338,43 @@ async def test_a_constraint_that_nobody_waits_for_any_more_leaves_the_queue(fold
         assert workers._queue.entries_in_use == 0
     finally:
         await workers.close()
+
+
+def ids_of(folder: Path, text: str) -> list[int]:
+    ids: list[int] = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
+    return ids
+
+
+async def test_masks_of_a_worker_have_the_digests_of_those_that_serve(folder: Path, workers: ConstraintWorkers) -> None:
+    constraint = await workers.compile("a", regex("[ab]{2}c*"), "field")
+    assert constraint is not None
+    serving = CompiledConstraints([LlguidanceBackend.of_folder(folder, BYTE_VOCABULARY)])
+    for text in ("", "a", "ab", "abc", "abcc"):
+        outputs = ids_of(folder, text)
+        assert await workers.mask_digest(constraint, outputs) == digest_after(serving, constraint, outputs, BYTE_VOCABULARY)
+    stopped = [*ids_of(folder, "ab"), BYTE_VOCABULARY - 1]
+    assert await workers.mask_digest(constraint, stopped) == digest_after(serving, constraint, stopped, BYTE_VOCABULARY)
+
+
+async def test_no_mask_is_told_for_another_version_or_outputs_that_are_not_permitted(
+    folder: Path, workers: ConstraintWorkers
+) -> None:
+    a, c = ids_of(folder, "a"), ids_of(folder, "c")
+    constraint = await workers.compile("a", regex("[ab]{2}"), "field")
+    assert constraint is not None
+    assert await workers.mask_digest(constraint, a)
+    assert await workers.mask_digest(constraint, c) == b""
+    assert await workers.mask_digest(replace(constraint, version="0.1"), a) == b""
+    assert await workers.mask_digest(replace(constraint, backend="xgrammar"), a) == b""
+    assert await workers.mask_digest(replace(constraint, source="{"), a) == b""
+
+
+async def test_where_no_worker_can_be_had_no_mask_is_told(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps({"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0}}})
+    )
+    made = ConstraintWorkers(tmp_path)
+    try:
+        assert await made.mask_digest(Constraint("llguidance", "1", "{}"), [1]) == b""
+    finally:
+        await made.close()

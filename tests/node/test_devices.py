@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -9,7 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.config import BadConfig
-from baton.node.devices import ATTENTIONS, CUDA_DRAFTS_MAX, CUDA_NGRAM_MAX, DTYPES, HostDevices, check_device, choose_device
+from baton.executor.torch_build import TorchBuild, TorchUnusable
+from baton.node import devices
+from baton.node.devices import (
+    ATTENTIONS,
+    CUDA_DRAFTS_MAX,
+    CUDA_NGRAM_MAX,
+    DTYPES,
+    HostDevices,
+    check_device,
+    choose_device,
+    find_devices,
+)
 from baton.node.service import ServeSettings
 from baton.node.settings import DeviceChoice, EngineSettings, SpeculateMethod
 
@@ -112,3 +124,29 @@ def test_a_device_that_is_chosen_is_there_and_has_all_that_is_asked_of_it(
         assert machine.has_triton
     else:
         assert not batch_invariant
+
+
+# ── torch itself ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_without_torch_looking_for_devices_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(TorchUnusable, match="torch is not installed"):
+        find_devices()
+
+
+def test_a_torch_that_does_not_load_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "need_torch", lambda: None)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(TorchUnusable, match="cannot be imported"):
+        find_devices()
+
+
+@pytest.mark.parametrize(("asked", "warnings"), [(DeviceChoice.AUTO, 1), (DeviceChoice.CPU, 0)])
+def test_a_gpu_that_torch_has_no_cuda_for_is_a_warning_unless_the_cpu_was_asked_for(
+    asked: DeviceChoice, warnings: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(devices, "has_nvidia_gpu", lambda: True)
+    monkeypatch.setattr(devices, "_installed_build", lambda: TorchBuild("2.13.0+cpu", None, False))
+    find_devices(asked)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * warnings

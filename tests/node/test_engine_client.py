@@ -52,6 +52,7 @@ async def test_a_short_answer_arrives_whole(engine: EngineClient) -> None:
     bursts = [burst async for burst in stream]
     assert sum(len(burst.tokens) for burst in bursts) == 4
     assert bursts[-1].ended is not None
+    assert engine.gauges.stalls == 0
 
 
 async def test_a_fault_while_receiving_ends_every_open_request(
@@ -86,6 +87,7 @@ async def test_a_step_that_does_not_end_kills_the_engine_ends_its_requests_and_i
             async for _ in stream:
                 pass
         assert (await hung.wait_dead()).startswith("it stalled")
+        assert hung.gauges.stalls == 1
         process = hung._process._process
         assert process is not None
         assert await asyncio.wait_for(process.wait(), 20) == -9

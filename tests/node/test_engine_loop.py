@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import zmq
 
 from baton.core.config import DECODE, Role, TierConfig, WorkerConfig
-from baton.core.engine.gauges import PeerTraffic, SchedulerGauges, StoreTraffic
+from baton.core.engine.block_contents import BlockEvents
+from baton.core.engine.gauges import KvEventTraffic, PeerTraffic, SchedulerGauges, StepSizes, StoreTraffic
 from baton.core.engine.orders import Accepted, ReportChanges, Submit
 from baton.core.engine.plan import StepPlan, StepResult
 from baton.core.engine.prefix import KEY_BYTES, PrefixIndex
@@ -25,7 +27,7 @@ from baton.executor.constraints.compiled_cache import NO_CONSTRAINTS, CompiledCo
 from baton.executor.contract import ExecutorShape, KvView, LayerDone
 from baton.executor.scripted import ScriptedExecutor
 from baton.node import engine
-from baton.node.engine import EngineLoop, end_with_threads
+from baton.node.engine import EngineLoop, EventPublishing, end_with_threads
 from baton.node.engine_beats import SOCKET_NAME, EngineBeats, LoopProgress
 from baton.node.inbox import EngineInbox, ThreadFailure
 from baton.node.kv_storage import KvStorage
@@ -137,10 +139,12 @@ class Bench:
         queued_max: int = 100,
         tiers: TierConfig | None = None,
         constraints: CompiledConstraints = NO_CONSTRAINTS,
+        kv_events: EventPublishing | None = None,
     ) -> None:
         config = WorkerConfig(
-            slots=4, blocks=64, block_size=4, context_tokens=200, step_tokens=64, tiers=tiers or TierConfig(), **_role(role)
-        )
+            slots=4, blocks=64, block_size=4, context_tokens=200, step_tokens=64, tiers=tiers or TierConfig(),
+            kv_events=kv_events is not None, **_role(role),
+        )  # fmt: skip
         self.executor = GatedExecutor(ExecutorShape(config.slots, config.blocks, config.block_size, config.context_tokens))
         self.inbox, self.orders = EngineInbox(), Orders()
         self._context = zmq.Context()
@@ -154,7 +158,9 @@ class Bench:
         worker = Worker(config, PrefixIndex(b"secret", self.executor.fingerprint, config.blocks), b"secret")
         self.shelves = Shelves(self.inbox)
         handovers, storage = None if role is None else self.orders, None if tiers is None else self.shelves
-        self.loop = EngineLoop(worker, self.executor, self._back, self.inbox, handovers, storage, constraints=constraints)
+        self.loop = EngineLoop(
+            worker, self.executor, self._back, self.inbox, handovers, storage, constraints=constraints, kv_events=kv_events
+        )
         self.death: BaseException | None = None
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
@@ -373,6 +379,18 @@ def test_the_front_end_hears_what_moved(benches: list[Bench]) -> None:
     assert message.saved_bytes == 7
 
 
+def test_the_front_end_hears_how_many_tokens_the_steps_computed(benches: list[Bench]) -> None:
+    bench = Bench(None)
+    benches.append(bench)
+    bench.executor.gate.release(4)
+    bench.ask(list(range(1, 31)), 4)
+    while not isinstance(message := bench.hear(), StepSizes) or sum(message.counts) < bench.executor.steps:
+        pass
+    assert message.counts[:6] == (3, 0, 0, 1, 0, 0), "three decodes, and a prefill of more than 16 and at most 32 tokens"
+    assert (sum(message.counts), message.tokens) == (4, 30 + 3)
+    assert not bench.front.poll(50), "an engine that does nothing says nothing"
+
+
 def test_a_step_that_fails_ends_the_loop(benches: list[Bench]) -> None:
     bench = Bench()
     benches.append(bench)
@@ -474,5 +492,77 @@ def test_a_store_that_cannot_be_is_said_by_the_front_end_alone(
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit):
         engine.serve_to_the_end(EngineSettings("", None, b"x" * 32, kv_store=f"file:{tmp_path}/file"), front_end[1])
-    assert decode_from_engine(front_end[0].recv()) == FailedMessage(f"{tmp_path}/file is a file, not a folder for a store")
+    assert decode_from_engine(front_end[0].recv()) == FailedMessage(
+        f"{tmp_path}/file is a file, not a folder for a store", by_setup=True
+    )
     assert not caplog.records
+
+
+# ── KV events ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Told:
+    """Stands for a publisher that has room when the test says so."""
+
+    def __init__(self) -> None:
+        self.reports: queue.SimpleQueue[BlockEvents] = queue.SimpleQueue()
+        self.room, self.asked = threading.Event(), threading.Event()
+
+    @property
+    def has_room(self) -> bool:
+        return self.room.is_set()
+
+    def publish(self, changes: BlockEvents) -> None:
+        self.reports.put(changes)
+
+    def asked_for_all(self) -> bool:
+        asked = self.asked.is_set()
+        self.asked.clear()
+        return asked
+
+    def traffic(self) -> KvEventTraffic:
+        return KvEventTraffic(batches=7)
+
+
+def test_kv_events_that_had_no_room_are_told_later_in_one(benches: list[Bench]) -> None:
+    told = Told()
+    bench = Bench(kv_events=told)
+    benches.append(bench)
+    bench.executor.gate.release(1000)
+    for first in (0, 50):
+        bench.ask(list(range(first, first + 12)), 2)
+        while not isinstance(message := bench.hear(), StepOutput) or not message.ended:
+            pass
+    assert told.reports.empty()
+    told.room.set()
+    report = told.reports.get(timeout=DEADLINE_S)
+    assert report.fresh
+    assert len([block for block in report.stored if block.parent is None]) == 2
+    assert len(report.stored) == 6
+    assert told.reports.empty()
+
+
+def test_everything_is_told_anew_for_a_reader_that_missed_too_much(benches: list[Bench]) -> None:
+    told = Told()
+    bench = Bench(kv_events=told)
+    benches.append(bench)
+    bench.executor.gate.release(1000)
+    told.room.set()
+    bench.ask(list(range(12)), 2)
+    while not isinstance(message := bench.hear(), StepOutput) or not message.ended:
+        pass
+    assert told.reports.get(timeout=DEADLINE_S).fresh
+    told.asked.set()
+    while not (report := told.reports.get(timeout=DEADLINE_S)).fresh:
+        pass
+    assert [block.tokens for block in report.stored] == [
+        np.arange(first, first + 4, dtype="<i4").tobytes() for first in (0, 4, 8)
+    ]
+
+
+def test_the_front_end_is_told_how_many_kv_events_there_were(benches: list[Bench]) -> None:
+    bench = Bench(kv_events=Told())
+    benches.append(bench)
+    while not isinstance(message := bench.hear(), KvEventTraffic):
+        pass
+    assert message.batches == 7

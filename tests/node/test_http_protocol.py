@@ -1,11 +1,11 @@
-"""One HTTP connection, driven byte by byte with a clock of the test's own."""
+"""One HTTP connection, driven byte by byte with a clock of the test's own: as it is, and each test once more under TLS."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 import pytest
 import uvicorn
@@ -17,6 +17,10 @@ from baton.core.http.connection_clock import TimeLimits
 from baton.node.client_address import parse_networks
 from baton.node.http_border import SHED_AT_ONCE_MAX, HttpBorder, HttpLimits
 from baton.node.http_protocol import BoundedHttpProtocol
+from baton.node.server_certificate import CertificateFiles, ServerCertificate
+from baton.node.tls_protocol import TlsHttpProtocol
+from tests.support.certificates import Authority, needs_openssl
+from tests.support.tls_client import TlsClientSide
 
 GET = b"GET /a HTTP/1.1\r\nHost: localhost\r\n\r\n"
 POST = b"POST /b HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n\r\nhello"
@@ -31,7 +35,9 @@ class FakeTransport(asyncio.Transport):
     def __init__(self, peer: str = "127.0.0.1") -> None:
         super().__init__({"peername": (peer, 5), "sockname": ("127.0.0.1", 80)})
         self.protocol: asyncio.BaseProtocol
+        self.client: TlsClientSide | None = None
         self.written = b""
+        """In plain."""
         self.unsent = 0
         self.reads = True
         self.flushes = True
@@ -39,7 +45,7 @@ class FakeTransport(asyncio.Transport):
         self.ended = self.closed = self.aborted = False
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        self.written += bytes(data)
+        self.written += bytes(data) if self.client is None else self.client.received(bytes(data))
 
     def write_eof(self) -> None:
         self.ended = True
@@ -69,6 +75,29 @@ class FakeTransport(asyncio.Transport):
     def statuses(self) -> list[int]:
         return [int(part.split(b" ", 1)[0]) for part in self.written.split(b"HTTP/1.1 ")[1:]]
 
+    @property
+    def is_turned_away(self) -> bool:
+        """With an answer, where that costs no handshake."""
+        return self.statuses() == [503] if self.client is None else self.aborted and not self.written
+
+
+class SecureProtocol(TlsHttpProtocol):
+    """Fed with plain bytes, as the other is."""
+
+    def __init__(self, *made_of: Any) -> None:
+        super().__init__(*made_of)
+        self.client_side = TlsClientSide()
+        self.is_encrypting = True
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(self.client_side.sent(data) if self.is_encrypting else data)
+
+    def shake_hands(self) -> None:
+        self.is_encrypting = False
+        self.data_received(self.client_side.hello())
+        self.data_received(self.client_side.pending())
+        self.is_encrypting = True
+
 
 class App:
     """Reads a body and answers; waits before that while `gate` is shut."""
@@ -96,20 +125,28 @@ class App:
 class Server:
     """What connections share; `now_s` is set by the test."""
 
+    certificate: ClassVar[ServerCertificate | None] = None
+    """With it, connections are made under TLS."""
+
     def __init__(self, limits: HttpLimits | None = None, app: Any = None) -> None:
         self.app = App() if app is None else app
         self.config = uvicorn.Config(self.app, http=BoundedHttpProtocol, ws="none", lifespan="off", log_config=None)
         self.now_s = 0.0
         self.counts: dict[str, int] = {}
-        self.border = HttpBorder(limits or HttpLimits(), self._count, lambda: self.now_s)
+        self.border = HttpBorder(limits or HttpLimits(), self._count, lambda: self.now_s, self.certificate)
 
     def _count(self, reason: str) -> None:
         self.counts[reason] = self.counts.get(reason, 0) + 1
 
     def connect(self, peer: str = "127.0.0.1") -> tuple[BoundedHttpProtocol, FakeTransport]:
-        protocol, transport = BoundedHttpProtocol(self.config, self.border, {}), FakeTransport(peer)
+        kind = BoundedHttpProtocol if self.certificate is None else SecureProtocol
+        protocol, transport = kind(self.config, self.border, {}), FakeTransport(peer)
         transport.protocol = protocol
+        if isinstance(protocol, SecureProtocol):
+            transport.client = protocol.client_side
         protocol.connection_made(transport)
+        if isinstance(protocol, SecureProtocol) and not transport.aborted:
+            protocol.shake_hands()
         return protocol, transport
 
     def look(self, now_s: float) -> None:
@@ -123,6 +160,16 @@ async def settle(holds: Callable[[], bool]) -> None:
             return
         await asyncio.sleep(0)
     raise AssertionError("it never came to that")
+
+
+@pytest.fixture(scope="module", params=["plain", pytest.param("tls", marks=needs_openssl)], autouse=True)
+def spoken(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """What connections of `Server` speak."""
+    if request.param == "tls":
+        pair = Authority(tmp_path_factory.mktemp("certificates")).sign("localhost")
+        Server.certificate = ServerCertificate(CertificateFiles(pair.certificate, pair.key))
+    yield request.param
+    Server.certificate = None
 
 
 @settings(max_examples=60, deadline=None)
@@ -352,7 +399,7 @@ async def test_where_all_connections_are_taken_one_that_waits_gives_way_and_none
     assert idle_transport.aborted
     third.data_received(GET)
     _, fourth_transport = server.connect()
-    assert fourth_transport.statuses() == [503]
+    assert fourth_transport.is_turned_away
     assert fourth_transport.closed
     assert server.counts == {"shed": 1, "too_many_connections": 1}
     server.app.gate.set()
@@ -392,7 +439,7 @@ async def test_a_request_that_is_parsed_in_part_behind_another_gives_way_when_th
     protocol, transport = server.connect()
     protocol.data_received(CHUNKED + POST[:-2])
     assert len(protocol.pipeline) == 1
-    assert server.connect()[1].statuses() == [503]
+    assert server.connect()[1].is_turned_away
     await settle(lambda: transport.statuses() == [200])
     server.connect()
     assert transport.aborted
@@ -411,7 +458,7 @@ async def test_while_all_connections_are_at_work_further_ones_get_an_answer_to_h
     probe, probe_transport = server.connect()
     probe.data_received(b"GET /health?x=1 HTTP/1.1\r\nHost: localhost\r\n\r\n")
     _, late = server.connect()
-    assert late.statuses() == [503]
+    assert late.is_turned_away
     server.app.gate.set()
     await settle(lambda: probe_transport.statuses() == busy_transport.statuses() == [200])
     assert probe_transport.closed, "such a place is for one answer"
@@ -451,7 +498,7 @@ async def test_requests_through_a_proxy_are_counted_for_their_clients_while_they
     _, direct = server.connect("3.3.3.3")
     assert not direct.closed
     _, twice = server.connect("3.3.3.3")
-    assert twice.statuses() == [503]
+    assert twice.is_turned_away
 
 
 async def test_a_thousand_refusals_are_one_line_and_a_count(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from baton.cli.main import app
+from baton.core.errors import EXIT_SETUP
 from baton.kv.listening_ports import address_of_row, listening_addresses
 from baton.kv.mooncake_engine import TransferEngine
 from baton.kv.transfer_contract import available
@@ -41,14 +42,14 @@ def test_nothing_else_needs_it(store: str | None) -> None:
 @pytest.mark.parametrize("options", [("--role", "decode", "--transfer", "mooncake"), ("--kv-store", MOONCAKE_URL)])
 def test_serve_says_so_before_anything_starts(options: tuple[str, ...]) -> None:
     code, output = refused_by_serve("--executor", "scripted", *options)
-    assert code == 1
+    assert code == EXIT_SETUP
     assert "--trust-network" in output
 
 
 @pytest.mark.parametrize("options", [("--decode", "1", "--transfer", "mooncake"), ("--kv-store", MOONCAKE_URL)])
 def test_a_fleet_is_refused_as_a_whole(options: tuple[str, ...]) -> None:
     result = CliRunner().invoke(app, ["up", "--executor", "scripted", *options], env={"COLUMNS": "300"})
-    assert result.exit_code == 1
+    assert result.exit_code == EXIT_SETUP
     assert "--trust-network" in result.output
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.node.settings import LogFormat
 from baton.node.stderr_queue import LineQueue, QueuedStderr
 
 NOTICE = re.compile(r"(\d+) log lines dropped: nobody read them\n")
@@ -90,3 +92,13 @@ def test_the_last_words_of_a_process_are_written() -> None:
     done = subprocess.run([sys.executable, "-c", FAILING], stderr=subprocess.PIPE, timeout=60, check=False, text=True)
     assert done.stderr.splitlines()[-1] == "ValueError: the reason"
     assert done.returncode == 1
+
+
+def test_what_is_missing_from_a_log_of_json_is_told_as_json() -> None:
+    queue = LineQueue(10, LogFormat.JSON)
+    for _ in range(3):
+        queue.put("123456789\n")
+    lines = (queue.take() + queue.take()).splitlines()
+    assert lines[0] == "123456789"
+    told = json.loads(lines[1])
+    assert (told["level"], told["message"]) == ("WARNING", "2 log lines dropped: nobody read them")

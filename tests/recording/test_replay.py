@@ -154,6 +154,24 @@ def test_an_engines_recording_has_no_real_token_id_salt_or_secret_unless_asked_f
     assert b"salt of a tenant" in everything
 
 
+def test_kv_events_are_in_a_recording_and_their_tokens_are_masked() -> None:
+    config = WorkerConfig(slots=4, blocks=24, block_size=4, context_tokens=48, step_tokens=32, kv_events=True)
+    driver, draws = Driver(config, FewStops(shape_of(config), REAL_END)), np.random.default_rng(1)
+    recorder = recorded(driver, 40 * CALL_BYTES)
+    watched, told = WatchedWorker(driver.worker, recorder), 0
+    for number in range(20):
+        driver.submit(submission(number, draws))
+        driver.run()
+        told += len(watched.block_events().stored)
+    assert told > 40
+    for masked in (True, False):
+        assert not differences(file_of(recorder, masked=masked), with_laws=True)
+    integers, everything = shown(file_of(recorder))
+    assert not integers & set(range(FIRST_REAL, FIRST_REAL + 12))
+    assert np.arange(FIRST_REAL, FIRST_REAL + 4, dtype="<i4").tobytes() not in everything
+    assert np.arange(FIRST_REAL, FIRST_REAL + 4, dtype="<i4").tobytes() in shown(file_of(recorder, masked=False))[1]
+
+
 def test_a_routers_recording_has_no_real_token_id_prompt_or_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routed, "VOCABULARY", REAL_END)
     world, draws = routed.World(members=2), np.random.default_rng(1)

@@ -20,6 +20,7 @@ import uvicorn
 from baton.api.metrics import Metrics
 from baton.api.model_text import ModelText
 from baton.api.settings import ApiSettings
+from baton.api.tracing.request_tracing import RequestTracing
 from baton.core.config import OnPreempt, WorkerConfig
 from baton.core.engine.driver import Answer, WorkerDriver
 from baton.core.engine.orders import Accepted
@@ -30,9 +31,9 @@ from baton.core.routing.events import Join
 from baton.core.routing.router import Router
 from baton.executor.scripted import ScriptedExecutor
 from baton.node.clock import monotonic_us
+from baton.node.dashboard import Dashboard
+from baton.node.dashboard_state import DashboardState
 from baton.router.app import create_router_app
-from baton.router.dashboard import Dashboard
-from baton.router.dashboard_state import RouterState
 from baton.router.fleet_engine import FleetEngine
 from baton.router.fleet_log import FleetEventLog
 from baton.router.instance_connections import InstanceConnections
@@ -159,13 +160,21 @@ class MemoryMember:
 class Fleet:
     """Lives on a loop in a thread; methods are called from the test's."""
 
-    def __init__(self, text: ModelText, settings: ApiSettings, config: RouterConfig, admin_key: str | None) -> None:
+    def __init__(
+        self,
+        text: ModelText,
+        settings: ApiSettings,
+        config: RouterConfig,
+        admin_key: str | None,
+        tracing: RequestTracing | None,
+    ) -> None:
         self.members: dict[str, MemoryMember] = {}
         self.served = Served(0)
         self._text = text
         self._settings = settings
         self._config = config
         self._admin_key = admin_key
+        self._tracing = tracing
         self._lives = 0
         self._loop = asyncio.new_event_loop()
         self._server: uvicorn.Server | None = None
@@ -196,14 +205,14 @@ class Fleet:
     def _start(self, sock: socket.socket) -> None:
         self.router = Router(self._config, SECRET, seed=1)
         self.sessions = InstanceConnections(RouterSessions(self.router, "router"), bytes(32), "router")
-        state = RouterState(monotonic_us())
+        state = DashboardState(monotonic_us())
         self.engine = FleetEngine(self.sessions, state, self._text.vocabulary)
         self.metrics = Metrics(self.engine, "tiny")
         app = create_router_app(
             self.engine, self.sessions, FleetEventLog(self.sessions, self.engine),
             Dashboard(state, monotonic_us, self.engine.views),
             self._text, self._settings, self.metrics, self._config.orphan_grace_us / 1e6,
-            self._admin_key,
+            self._admin_key, tracing=self._tracing,
         )  # fmt: skip
         self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1))
         self._serving.append(asyncio.create_task(_serve(self._server, sock)))
@@ -277,9 +286,13 @@ async def _serve(server: uvicorn.Server, sock: socket.socket) -> None:
 
 @contextmanager
 def fleet(
-    text: ModelText, settings: ApiSettings, config: RouterConfig = ROUTER, admin_key: str | None = None
+    text: ModelText,
+    settings: ApiSettings,
+    config: RouterConfig = ROUTER,
+    admin_key: str | None = None,
+    tracing: RequestTracing | None = None,
 ) -> Iterator[Fleet]:
-    made = Fleet(text, settings, config, admin_key)
+    made = Fleet(text, settings, config, admin_key, tracing)
     try:
         yield made
     finally:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from typer.testing import CliRunner
 
@@ -9,8 +11,8 @@ from baton.api.model_text import ModelText
 from baton.api.settings import ApiSettings
 from baton.cli.main import app
 from baton.core.config import PREFILL
-from baton.router.admin_auth import is_guarded
-from baton.router.dashboard import OPEN_PATHS
+from baton.node.admin_auth import is_guarded
+from baton.node.dashboard import OPEN_PATHS
 from tests.router.fleet import Fleet
 from tests.router.fleet import fleet as running
 from tests.support.waiting import wait_until
@@ -55,7 +57,6 @@ def test_clients_and_probes_are_served_as_before_and_the_dashboards_chat_by_the_
         for key in ("tenant", "op:erator"):
             headers = {"Authorization": f"Bearer {key}"}
             assert fleet.served.complete(headers, max_tokens=2).status == 200
-            assert status(fleet, "GET", "/metrics", key)[0] == 200
         for path in ("/health", "/ready", "/dashboard", "/dashboard/static/app.js"):
             assert status(fleet, "GET", path, None)[0] == 200
         assert status(fleet, "GET", "/v1/models", None)[0] == 401
@@ -75,6 +76,28 @@ def test_a_router_that_is_not_ready_names_instances_to_those_only_who_may_see_th
             assert (reply.status, reply.error["code"]) == (503, "no_instance")
             assert reply.error["message"].startswith("No instance of the role mixed or decode is ready")
             assert ("a-secret-name" in reply.error["message"]) == (key in told)
+
+
+@pytest.mark.parametrize("keys", [("tenant",), ()], ids=["keys for clients too", "no other keys"])
+def test_the_metrics_of_a_router_with_an_admin_key_are_read_with_it_or_the_metrics_key(
+    text: ModelText, keys: tuple[str, ...]
+) -> None:
+    asked = replace(settings(*keys), metrics_keys=("scraper",))
+    with running(text, asked, admin_key="operator") as fleet:
+        assert status(fleet, "GET", "/metrics", "operator") == (200, None)
+        assert status(fleet, "GET", "/metrics", "scraper") == (200, None)
+        assert status(fleet, "GET", "/metrics", "tenant") == (403, "metrics_key_needed")
+        assert status(fleet, "GET", "/metrics", "unknown")[0] == (401 if keys else 403)
+        assert status(fleet, "GET", "/metrics", None) == (401, "invalid_api_key")
+        if keys:
+            assert status(fleet, "GET", "/v1/models", "scraper")[0] == 401, "it is no API key"
+        assert status(fleet, "GET", "/v1/instances", "scraper")[0] == (401 if keys else 403), "nor an operator's"
+
+
+def test_the_admin_key_alone_guards_the_metrics_too(text: ModelText) -> None:
+    with running(text, settings("tenant"), admin_key="operator") as fleet:
+        assert status(fleet, "GET", "/metrics", "operator") == (200, None)
+        assert status(fleet, "GET", "/metrics", "tenant") == (403, "metrics_key_needed")
 
 
 def test_without_an_admin_key_every_key_is_an_operators(text: ModelText) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import http.client
 import json
 import logging
+import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,8 +16,10 @@ import pytest
 
 from baton.api.model_text import ModelText
 from baton.api.settings import ApiSettings
+from baton.cli.reference import metric_rows
 from baton.core.routing.config import RouterConfig
 from tests.api.conftest import Reply, Served
+from tests.bench.test_dashboard import DASHBOARD
 from tests.router.fleet import ROUTER, Fleet
 from tests.router.fleet import fleet as running
 from tests.support.waiting import wait_until
@@ -192,6 +196,34 @@ def test_a_request_waits_for_its_first_instance(fleet: Fleet) -> None:
         assert finished(connection).status == 200
 
 
+@pytest.fixture
+def expecting(text: ModelText) -> Iterator[Fleet]:
+    config = RouterConfig(beat_us=ROUTER.beat_us, suspect_us=ROUTER.suspect_us, absent_us=0, expected_instances=2)
+    with running(text, ApiSettings(served_model_names=("tiny",)), config) as made:
+        yield made
+
+
+def test_a_request_waits_for_an_instance_that_is_expected_and_ready_tells_how_many_have_come(expecting: Fleet) -> None:
+    ready = expecting.served.call("GET", "/ready")
+    assert (ready.status, ready.error["code"]) == (503, "no_instance")
+    assert "0 of 2 expected ones have come so far" in ready.error["message"]
+    with asking(expecting.served) as connection:
+        wait_until(lambda: expecting.do(lambda: expecting.router.waiting) == 1)
+        expecting.add("a")
+        assert finished(connection).status == 200
+    assert expecting.served.call("GET", "/ready").status == 200, "one is enough"
+
+
+def test_a_router_that_stops_before_its_instances_came_tells_those_who_wait(expecting: Fleet) -> None:
+    with asking(expecting.served) as connection:
+        wait_until(lambda: expecting.do(lambda: expecting.router.waiting) == 1)
+        expecting.do(expecting.engine.give_up)
+        refused = finished(connection)
+    assert (refused.status, refused.error["code"]) == (503, "no_instance")
+    assert refused.error["message"].endswith("2 of 2 expected instances never came")
+    assert "retry-after" in refused.headers
+
+
 def test_a_client_that_leaves_the_queue_is_gone_from_it(fleet: Fleet) -> None:
     with asking(fleet.served):
         wait_until(lambda: fleet.do(lambda: fleet.router.waiting) == 1)
@@ -272,6 +304,10 @@ def test_metrics_tell_of_instances_moves_and_refused_fields(fleet: Fleet) -> Non
     for line in (
         'baton_instances{role="mixed",state="ready"} 1.0',
         'baton_retries_total{cause="lost"} 1.0',
+        'baton_moves_total{cause="lost"} 1.0',
+        'baton_moves_total{cause="preempted"} 0.0',
+        "baton_move_seconds_count 1.0",
+        'baton_instance_events_total{what="stuck"} 0.0',
         'baton_instance_events_total{what="joined"} 2.0',
         'baton_instance_events_total{what="lost"} 1.0',
         'baton_refused_fields_total{field="origin"} 1.0',
@@ -281,6 +317,29 @@ def test_metrics_tell_of_instances_moves_and_refused_fields(fleet: Fleet) -> Non
     events = fleet.served.call("GET", "/v1/instances").json()["events"]
     assert [(event["name"], event["what"]) for event in events] == [("a", "joined"), ("b", "joined"), ("a", "lost")]
     assert [event["number"] for event in events] == [1, 2, 3]
+
+
+def test_every_metric_of_the_board_that_a_router_alone_has_is_there_from_the_start(fleet: Fleet) -> None:
+    page = fleet.served.call("GET", "/metrics").body.decode()
+    there = {re.split(r"[{ ]", line, maxsplit=1)[0] for line in page.splitlines() if not line.startswith("#")}
+    of_routers = {row.name + ("_bucket" if row.kind == "histogram" else "") for row in metric_rows()[1]}
+    named = set(re.findall(r"baton_\w+", DASHBOARD.read_text())) & of_routers
+    assert len(named) > 4
+    assert named - there == {"baton_declined_total"}, "its codes are told as they come"
+
+
+def test_a_move_is_a_log_line_with_its_cause_and_cost(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "baton.moves")
+    fleet.add("a", allowed=3)
+    with asking(fleet.served) as connection:
+        wait_until(lambda: fleet.members["a"].given >= 3)
+        fleet.add("b")
+        fleet.kill("a")
+        assert finished(connection).status == 200
+    (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("moved ")]
+    found = re.fullmatch(r"moved id=(\S+) choice=0 cause=lost from=a to=b tokens=(\d+) ms=\d+\.\d", line)
+    assert found, line
+    assert int(found[2]) > 3, "its prompt and the three tokens that it had"
 
 
 def test_the_access_log_says_where_a_request_was_and_how_often_it_moved(
@@ -302,7 +361,7 @@ def test_the_access_log_says_where_a_request_was_and_how_often_it_moved(
     moved, refused = lines()
     assert " finish=length,length " in moved
     assert moved.endswith(" instance=b moves=2")
-    assert refused.endswith(" status=400 error=invalid_value waiting=0")
+    assert refused.endswith(" status=400 tenant=- client=127.0.0.1 error=invalid_value waiting=0")
 
 
 def test_bad_news_of_the_fleet_is_a_warning_and_repeated_ones_are_told_once(
@@ -332,3 +391,18 @@ def test_more_choices_than_a_key_may_ever_have_is_no_matter_of_waiting(text: Mod
         assert ask(fleet.served, False, n=2).status == 200
     assert (refused.status, refused.error["param"], refused.error["code"]) == (400, "n", "too_many_choices")
     assert "retry-after" not in refused.headers
+
+
+def test_the_line_of_a_cancelled_request_has_the_times_of_its_phases(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "baton.access")
+    fleet.add("a", allowed=5)
+    with asking(fleet.served, stream=True):
+        wait_until(lambda: fleet.members["a"].given >= 5)
+        wait_until(lambda: fleet.do(lambda: fleet.router.requests()[0].choices[0].delivered != []))
+        began_s = time.monotonic()
+        wait_until(lambda: time.monotonic() > began_s + 0.02)
+    wait_until(lambda: any("status=499" in line for line in caplog.messages))
+    (line,) = (line for line in caplog.messages if "status=499" in line)
+    fields = dict(word.split("=", 1) for word in line.split(" "))
+    assert float(fields["decode_ms"]) >= 20
+    assert float(fields["queue_ms"]) + float(fields["prefill_ms"]) > 0

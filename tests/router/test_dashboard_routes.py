@@ -19,9 +19,9 @@ from baton.api.errors import ApiError
 from baton.core.engine.gauges import SchedulerGauges
 from baton.core.routing.events import Instance, Join
 from baton.core.routing.identity import RequestNumber
+from baton.node.dashboard import OPEN_PATHS, TOKEN_HEADER, Dashboard
+from baton.node.dashboard_state import DashboardState
 from baton.node.peer_options import is_loopback
-from baton.router.dashboard import OPEN_PATHS, TOKEN_HEADER, Dashboard
-from baton.router.dashboard_state import RouterState
 from tests.support.waiting import wait_until
 
 HOST = "127.0.0.1:8000"
@@ -40,7 +40,7 @@ class Site:
     """A dashboard in front of one instance, and a browser on this machine."""
 
     def __init__(self, facts: Join = FACTS, demo: bool = True, client: str = "127.0.0.1") -> None:
-        state = RouterState(0)
+        state = DashboardState(0)
         state.request_received(RequestNumber(1), "</script><img src=x onerror=alert(1)>", "/v1/completions", 3, 1, 0)
         state.sample([View(facts, SchedulerGauges())], 0, 1)
         app = FastAPI()

@@ -28,11 +28,11 @@ from baton.core.routing.events import (
     UnclaimedFound,
 )
 from baton.core.routing.identity import RequestNumber
-from baton.router import dashboard_state as state
-from baton.router import timeline as lanes
-from baton.router.dashboard_state import RouterState
-from baton.router.quantiles import QuantileWindow, middle_of, size_of
-from baton.router.timeline import ChoiceTimeline
+from baton.node import choice_timeline as lanes
+from baton.node import dashboard_state as state
+from baton.node.choice_timeline import ChoiceTimeline
+from baton.node.dashboard_state import DashboardState
+from baton.node.quantiles import QuantileWindow, middle_of, size_of
 
 S = 1_000_000
 
@@ -72,16 +72,16 @@ def delivered(tokens: int, body: int = 1, choice: int = 0, end: FinishReason | N
     return DeliverTokens(RequestNumber(body), choice, [7] * tokens, None, None, outcome)
 
 
-def asked(router: RouterState, body: int = 1, at_us: int = 0, choices: int = 1) -> None:
+def asked(router: DashboardState, body: int = 1, at_us: int = 0, choices: int = 1) -> None:
     router.request_received(RequestNumber(body), f"r{body}", "/v1/completions", 12, choices, at_us)
 
 
-def shown(router: RouterState, since: int = 0, epoch: str | None = None, now_us: int = 100 * S) -> Any:
+def shown(router: DashboardState, since: int = 0, epoch: str | None = None, now_us: int = 100 * S) -> Any:
     """As the page reads it."""
     return json.loads(json.dumps(router.snapshot(now_us, since, router.epoch if epoch is None else epoch)))
 
 
-def stages(router: RouterState, body: int = 1, choice: int = 0) -> list[tuple[str, str]]:
+def stages(router: DashboardState, body: int = 1, choice: int = 0) -> list[tuple[str, str]]:
     request = next(request for request in shown(router)["requests"] if request["body"] == body)
     return [(stage, where) for stage, where, *_ in request["lanes"][choice]["segments"]]
 
@@ -90,7 +90,7 @@ def stages(router: RouterState, body: int = 1, choice: int = 0) -> list[tuple[st
 
 
 def test_the_life_of_a_request_that_is_moved_is_shown_stage_by_stage_with_the_tokens_it_had() -> None:
-    router = RouterState(0)
+    router = DashboardState(0)
     asked(router)
     router.take(noted(TimelineStage.QUEUED, None, 1 * S), 1 * S)
     router.take(noted(TimelineStage.PLACED, "d1", 2 * S), 2 * S)
@@ -119,7 +119,7 @@ def test_the_life_of_a_request_that_is_moved_is_shown_stage_by_stage_with_the_to
 
 
 def test_notes_that_come_with_a_late_beat_are_put_where_they_belong() -> None:
-    router = RouterState(0)
+    router = DashboardState(0)
     asked(router)
     router.take(noted(TimelineStage.PLACED, "d1", 1 * S), 1 * S)
     router.take(delivered(1), 5 * S)  # before anybody has said that it decodes
@@ -186,7 +186,7 @@ def test_a_choice_that_is_moved_without_end_keeps_its_beginning_and_its_latest_n
 
 
 def test_each_choice_has_its_own_lane_and_the_request_ends_with_the_last() -> None:
-    router = RouterState(0)
+    router = DashboardState(0)
     asked(router, choices=2)
     router.take(delivered(2, choice=1, end=FinishReason.STOP), 1 * S)
     router.sample([], 0, 2 * S)
@@ -199,7 +199,7 @@ def test_each_choice_has_its_own_lane_and_the_request_ends_with_the_last() -> No
 
 
 def test_a_declined_request_ends_with_the_reason() -> None:
-    router = RouterState(0)
+    router = DashboardState(0)
     asked(router, choices=2)
     router.take(RequestDeclined(RequestNumber(1), Refusal(RefusalCode.QUEUE_FULL, "full")), 1 * S)
     [request] = shown(router)["requests"]
@@ -207,7 +207,7 @@ def test_a_declined_request_ends_with_the_reason() -> None:
 
 
 def test_a_request_of_a_router_that_was_lost_is_shown_as_the_one_it_was() -> None:
-    router = RouterState(0)
+    router = DashboardState(0)
     origin = OriginalRequest("/v1/completions", b"{}", "", "the-one", 1, 2).encode()
     router.take(noted(TimelineStage.RESUMED, "d1", 1 * S), 1 * S)
     router.take(UnclaimedFound(RequestNumber(1), origin, ((5, 6, 7), None), ((), ()), (None, None), (None, None)), 1 * S)
@@ -229,7 +229,7 @@ def test_a_request_of_a_router_that_was_lost_is_shown_as_the_one_it_was() -> Non
 
 
 def test_of_many_requests_the_latest_are_shown_and_no_more_are_kept() -> None:
-    router = RouterState(0)
+    router = DashboardState(0)
     for body in range(1, 1001):
         asked(router, body, at_us=body)
         router.take(delivered(1, body, end=FinishReason.STOP), body)
@@ -239,7 +239,7 @@ def test_of_many_requests_the_latest_are_shown_and_no_more_are_kept() -> None:
 
 
 def test_open_requests_are_followed_up_to_a_bound_and_ended_ones_make_room() -> None:
-    router = RouterState(0)
+    router = DashboardState(0)
     for body in range(state.OPEN_MAX + 50):
         asked(router, body)
     assert len(router._requests) == state.OPEN_MAX
@@ -250,7 +250,7 @@ def test_open_requests_are_followed_up_to_a_bound_and_ended_ones_make_room() -> 
 
 
 def test_samples_events_lanes_and_instances_are_bounded() -> None:
-    router = RouterState(0)
+    router = DashboardState(0)
     asked(router, choices=500)
     router.take(delivered(1, choice=400), S)
     for second in range(400):
@@ -270,7 +270,7 @@ def test_samples_events_lanes_and_instances_are_bounded() -> None:
 
 
 def test_a_ledger_is_sampled_and_an_instance_that_is_lost_is_shown_as_gone_at_once_and_for_a_while() -> None:
-    router = RouterState(0)
+    router = DashboardState(0)
     router.sample([view(open=2)], 5, 1 * S)
     told = shown(router)
     assert told["ledgers"] == {"d1": [[1 * S, 90, 4, 3, 2, 1, 5, 0, 0]]}
@@ -288,7 +288,7 @@ def test_a_ledger_is_sampled_and_an_instance_that_is_lost_is_shown_as_gone_at_on
 
 
 def test_lives_are_counted_and_the_fencing_of_an_older_one_does_not_take_the_newer_out() -> None:
-    router = RouterState(0)
+    router = DashboardState(0)
     router.sample([view(incarnation=2**62)], 0, 1 * S)
     router.sample([view(incarnation=2**62 + 1)], 0, 2 * S)
     router.take(FleetChanged(Instance("d1"), 2**62, "fenced", "a later life is known"), 3 * S)
@@ -301,7 +301,7 @@ def test_lives_are_counted_and_the_fencing_of_an_older_one_does_not_take_the_new
 
 
 def test_a_snapshot_since_a_revision_has_only_what_changed_after_it() -> None:
-    router = RouterState(0)
+    router = DashboardState(0)
     asked(router, 1)
     asked(router, 2)
     router.sample([view()], 0, 1 * S)
@@ -316,7 +316,7 @@ def test_a_snapshot_since_a_revision_has_only_what_changed_after_it() -> None:
 
 
 def test_a_page_of_another_run_of_the_router_is_told_everything() -> None:
-    router = RouterState(5)
+    router = DashboardState(5)
     asked(router)
     assert shown(router, since=10_000, epoch="4")["requests"]
     assert shown(router, since=10_000)["requests"], "a revision that this one never had"
@@ -326,7 +326,7 @@ def test_a_page_of_another_run_of_the_router_is_told_everything() -> None:
 
 
 def test_times_to_the_first_token_and_between_tokens_are_those_that_a_client_sees() -> None:
-    router = RouterState(0)
+    router = DashboardState(0)
     for body in range(100):
         asked(router, body, at_us=S)
         router.take(delivered(1, body), S + (body + 1) * 1000)
@@ -375,3 +375,16 @@ def test_buckets_rise_with_what_they_hold_and_are_bounded() -> None:
     assert [middle_of(size_of(value)) for value in values[:3]] == [0, 1, 31]
     assert size_of(-5) == 0
     assert size_of(10**30) == size_of(2**42 - 1) < 1000
+
+
+def test_phases_add_up_over_all_instances_and_wait_for_no_late_note() -> None:
+    lane = ChoiceTimeline()
+    lane.note(TimelineStage.QUEUED, "", 0)
+    lane.note(TimelineStage.PLACED, "a", 10)
+    lane.note(TimelineStage.PREFILL, "a", 30)
+    lane.delivered(1, 100)
+    lane.note(TimelineStage.MOVED, "a", 300)
+    lane.note(TimelineStage.PLACED, "b", 340)
+    lane.delivered(1, 400)
+    lane.end(1_000, "abort")
+    assert lane.phases() == (30 + 40, 70 + 60, 200 + 600)

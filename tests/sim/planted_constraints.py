@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from functools import partial
 
+import msgspec
 import numpy as np
 
 from baton.core.engine.plan import Int64s, RowOutcome, Start, StepResult
-from baton.core.engine.request import NO_TOKENS
+from baton.core.engine.request import NO_TOKENS, Sampling, Submission
 from baton.core.engine.settling import Bools, StepSettling
 from baton.core.engine.step_rows import InFlightStep
+from baton.core.routing.attempts import Attempts
+from baton.core.routing.routed_request import RoutedChoice
 from baton.executor.constraints.contract import Matcher
 from baton.executor.scripted import ScriptedExecutor, _Decoded, _Slot
 from tests.sim.planted import bug
@@ -23,7 +26,7 @@ core, executor = partial(bug, "core"), partial(bug, "executor")
 def forget_outputs_when_a_matcher_is_rebuilt(patch: Patch) -> None:
     def matcher_of(self: ScriptedExecutor, start: Start) -> Matcher | None:
         constraint = start.sampling.constraint
-        return None if constraint is None else self._constraints.matcher(constraint, NO_TOKENS)
+        return None if constraint is None else self.constraints.matcher(constraint, NO_TOKENS)
 
     def take(self: ScriptedExecutor, slot: _Slot, token: int) -> None:
         if slot.matcher is not None:
@@ -110,3 +113,29 @@ def leave_a_row_that_sat_out_pending(patch: Patch) -> None:
         return split
 
     patch.set("StepSettling._split_broken", split_broken)
+
+
+@core("a request refused for the version of its constraint never asks for the mask: it is refused by everybody for ever")
+def never_ask_for_the_mask(patch: Patch) -> None:
+    patch.set("Attempts._continues_under_another_version", lambda self, choice: True)
+
+
+@core("an answer ends at once when only instances of other versions are left: one of its own may come back")
+def give_up_for_a_version(patch: Patch) -> None:
+    continues_then = patch.original("Attempts._continues_under_another_version")
+
+    def continues(self: Attempts, choice: RoutedChoice) -> bool:
+        return continues_then(self, choice) and choice.version_missing_us is None
+
+    patch.set("Attempts._continues_under_another_version", continues)
+
+
+@core("the mask to compare stays that of an earlier token: instances compare it with another place of the answer")
+def keep_an_old_mask(patch: Patch) -> None:
+    def sampling_of(choice: RoutedChoice, submission: Submission) -> Sampling:
+        sampling, mask = submission.sampling, choice.mask
+        if sampling.constraint is None or mask is None:
+            return sampling
+        return msgspec.structs.replace(sampling, constraint=msgspec.structs.replace(sampling.constraint, version=mask))
+
+    patch.set("routed_request._sampling_of", sampling_of)

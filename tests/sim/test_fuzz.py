@@ -253,6 +253,12 @@ def test_nonsense_on_the_command_line_is_refused(arguments: list[str], complaint
     assert complaint in result.output
 
 
+def test_a_range_without_a_failure_ends_with_a_verdict() -> None:
+    result = CliRunner().invoke(app, ["sim", "fuzz", "--seeds", "2", "--first-seed", "3", "--jobs", "1"])
+    assert result.exit_code == 0
+    assert result.output.splitlines()[-1] == "no law is broken in 2 seeds"
+
+
 def test_the_first_failure_is_the_lowest_seed_and_what_never_happened_is_said() -> None:
     totals = FuzzTotals()
     clean = msgspec.json.decode(

@@ -37,7 +37,10 @@ MAY_SEE_OF_CORE = {
 TABLES = {"routing.fleet_members", "routing.routed_request"}
 """Whose transitions are counted."""
 
-MAY_SEE_OF_EXECUTORS = {"constraints.scripted_backend", "contract", "counting", "python_command", "scripted"}
+MAY_SEE_OF_EXECUTORS = {
+    "constraints.compiled_cache", "constraints.scripted_backend", "constraints.version_skew", "contract", "counting",
+    "python_command", "scripted",
+}  # fmt: skip
 
 DECIDING_WORDS = (
     "admit", "adopt", "evict", "grant", "migrate", "offer", "placement", "preempt", "requeue", "reserve", "route", "routing",

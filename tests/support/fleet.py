@@ -35,7 +35,7 @@ class FleetProcess:
 
     def wait_until_served(self) -> None:
         self.until(lambda: "API " in self.output(), "the banner", READY_S_MAX)
-        found = re.search(r"API\s+(http://\S+)/v1\n", self.output())
+        found = re.search(r"API\s+(https?://\S+)/v1\n", self.output())
         assert found, self.output()
         self.url = found[1]
 

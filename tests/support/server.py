@@ -39,7 +39,7 @@ class ServerProcess:
         with self.log.open() as lines:
             while time.monotonic() < deadline:
                 line = lines.readline()
-                found = re.search(r"is served at (http://\S+)", line)
+                found = re.search(r"is served at (https?://\S+)", line)
                 if found and line.endswith("\n"):
                     self.url = found[1]
                     break

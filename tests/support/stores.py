@@ -1,7 +1,7 @@
 """Stores to test, by kind, and objects to put into them.
 
-A kind joins by an entry in `SERVED`: why it cannot work here (None where it can), and a context manager that, given an empty
-folder, serves an empty store and tells its address.
+A kind, or another way to reach one, joins by an entry in `SERVED`: why it cannot work here (None where it can), and a
+context manager that, given an empty folder, serves an empty store and tells its address.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import pytest
 from baton.kv.store import KINDS, Store
 from baton.wire.envelope import HEADER_BYTES, object_name, seal
 from benchmarks.store_servers import StoreServer, mooncake_server, mooncake_why_not, valkey_server, valkey_why_not
+from tests.support.certificates import OPENSSL, Authority
+from tests.support.tls_relay import tls_relay
 
 LAYOUT = bytes(range(16))
 OTHER_LAYOUT = bytes(range(16, 32))
@@ -45,6 +47,22 @@ def valkey_served(folder: Path) -> Iterator[str]:
 
 
 @contextlib.contextmanager
+def valkeys_served(folder: Path) -> Iterator[str]:
+    """The server that tests have is built without TLS: a relay terminates it before the server."""
+    folder.mkdir(exist_ok=True)
+    authority = Authority(folder)
+    with (
+        valkey_server() as server,
+        tls_relay(int(server.url.split(":")[2].split("/")[0]), authority.sign("server")) as relay,
+    ):
+        yield f"valkeys://localhost:{relay.port}/0?ca={authority.certificate}"
+
+
+def valkeys_why_not() -> str | None:
+    return valkey_why_not() or (None if OPENSSL else "there is no openssl to make certificates with")
+
+
+@contextlib.contextmanager
 def mooncake_served(folder: Path) -> Iterator[str]:
     with mooncake_server() as server:
         yield server.url
@@ -53,6 +71,7 @@ def mooncake_served(folder: Path) -> Iterator[str]:
 SERVED: dict[str, Served] = {
     "file": Served(lambda: None, file_served),
     "valkey": Served(valkey_why_not, valkey_served),
+    "valkeys": Served(valkeys_why_not, valkeys_served),
     "mooncake": Served(mooncake_why_not, mooncake_served, tears=True),
 }
 
@@ -73,7 +92,7 @@ def hanging(server: StoreServer) -> Iterator[None]:
 def store_kinds() -> list[object]:
     """Each kind by its name; those that cannot work here are skipped and say why."""
     params: list[object] = []
-    for kind in KINDS:
+    for kind in dict.fromkeys((*KINDS, *SERVED)):
         reason = SERVED[kind].why_not() if kind in SERVED else f"nobody serves a {kind} store for tests"
         params.append(pytest.param(kind, marks=[pytest.mark.skip(reason=reason)] if reason else [], id=kind))
     return params

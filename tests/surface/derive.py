@@ -19,8 +19,8 @@ from baton.core.errors import RefusalCode
 from baton.core.handover.faults import PdCode, PdFault, PdStage
 from baton.kv.object_folder import ObjectFolder
 from baton.kv.store import parse_url
+from baton.node.dashboard import Dashboard
 from baton.router.app import create_router_app
-from baton.router.dashboard import Dashboard
 from baton.router.fleet_log import FleetEventLog
 from baton.wire import envelope, keyfile
 from tests.api.tokenizers_made_here import TEMPLATE, byte_level
@@ -87,7 +87,7 @@ def _error_codes() -> Iterator[str]:
     yield from (f"pd code: {code.name} {code.value}" for code in PdCode)
     yield from (f"pd stage: {stage.value}" for stage in PdStage)
     yield f"pd message: {PdFault(PdCode.REFUSED, PdStage.OFFER, 'REASON').message}"
-    for folder in ("api", "router"):
+    for folder in ("api", "node", "router"):
         for path in sorted((ROOT / "src" / "baton" / folder).glob("*.py")):
             yield from (f"api code: {code}" for code in _codes_in(ast.parse(path.read_text())))
 
@@ -117,7 +117,8 @@ def _metrics() -> Iterator[str]:
     both, router = metric_rows()
     for where, rows in (("serve and router", both), ("router", router)):
         for row in rows:
-            yield f"metric: {where}: {row.name} {row.kind} {{{','.join(row.labels)}}}"
+            theirs = f" = {', '.join(row.theirs)}" if row.theirs else ""
+            yield f"metric: {where}: {row.name} {row.kind} {{{','.join(row.labels)}}}{theirs}"
 
 
 def _board() -> Iterator[str]:

@@ -43,6 +43,7 @@ API_SEES_OF_CORE = {
     "baton.core.engine.request",
     "baton.core.errors",
     "baton.core.handover.faults",
+    "baton.core.routing.timeline_stage",
 }
 MSGSPEC_IN_CORE = {"msgspec": {"Meta", "Struct"}, "msgspec.structs": {"replace"}}
 """Core declares values that travel. Encoding and decoding them is for `wire`."""

@@ -67,3 +67,18 @@ def test_as_json_each_line_is_an_object_that_names_its_process() -> None:
         ("ready", "router"),
         ("two\nlines", None),
     ]
+
+
+def test_a_long_line_of_json_stays_one_object() -> None:
+    cutter, out = LineSplitter(), io.StringIO()
+    line = json_line("x" * 200_000, "ERROR", "baton.engine").encode() + b"\n"
+    for at in range(0, len(line), 65_536):
+        for whole in cutter.feed(line[at : at + 65_536]):
+            JsonMergedLog(("router",), out).line("router", whole)
+    (found,) = map(json.loads, out.getvalue().splitlines())
+    assert (found["process"], found["level"], len(found["message"])) == ("router", "ERROR", 200_000)
+
+
+def test_an_object_without_an_end_is_bounded_too() -> None:
+    cutter = LineSplitter(bytes_max=10, object_bytes_max=20)
+    assert cutter.feed(b"{" + b"x" * 44) == ["{" + "x" * 19, "x" * 10, "x" * 10]

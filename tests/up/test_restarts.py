@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from baton.core.errors import EXIT_SETUP
 from baton.up.restarts import FAILED_STARTS_MAX, FIRST_DELAY_US, HEALTHY_US, GiveUp, RestartAfter, RestartPolicy
 
 KILLED = -9
@@ -60,10 +61,10 @@ def test_getting_ready_once_forgives_the_failed_starts() -> None:
     assert isinstance(lives.ended(1, 0), RestartAfter)
 
 
-def test_wrong_options_are_not_tried_twice() -> None:
+def test_what_cannot_be_had_is_not_tried_twice() -> None:
     lives = RestartPolicy()
     lives.started()
-    assert lives.ended(2, 0) == GiveUp(1)
+    assert lives.ended(EXIT_SETUP, 0) == GiveUp(1)
 
 
 def test_a_code_of_two_after_it_served_is_an_end_like_any_other() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.core.errors import EXIT_SETUP
 from baton.up.fleet_plan import FleetPlan, PlannedProcess, RouterPorts
 from baton.up.merged_log import MergedLog
 from baton.up.restarts import FAILED_STARTS_MAX
@@ -55,7 +56,14 @@ signal.signal(signal.SIGUSR1, lambda *_: open(notes, "a").write(f"{name} dumps\\
 open(notes, "a").write(f"{name} started\\n")
 if how == "broken":
     sys.exit("the disk is on fire")
-print("loading\\nm is served at http://127.0.0.1:1\\ntalk to it with: nothing", flush=True)
+if how == "refused":
+    print("loading\\nbaton serve: the model is broken", flush=True)
+    sys.exit(2)
+if how == "usage":
+    print("no such option", flush=True)
+    sys.exit(2)
+print("[  1.5 s] loading the weights\\nstarted in 2.0 s: loading 0.5 s", flush=True)
+print("m is served at http://127.0.0.1:1\\ntalk to it with: nothing", flush=True)
 while True:
     signal.pause()
 """
@@ -111,10 +119,11 @@ async def fleet(
     how: dict[str, str] | None = None,
     api_keys: tuple[str, ...] = (),
     admin_key: str | None = None,
+    metrics_key: str | None = None,
 ) -> AsyncIterator[Running]:
     plan = StandIns(
         "m", decode=decode, router_port=0, notes=folder / "notes", how=how or {}, restart_delay_us_max=0,
-        api_keys=api_keys, admin_key=admin_key,
+        api_keys=api_keys, admin_key=admin_key, metrics_key=metrics_key,
     )  # fmt: skip
     out = io.StringIO()
     log = MergedLog((ROUTER, *(member.name for member in plan.members)), out, colours=False)
@@ -158,7 +167,8 @@ async def test_the_banner_comes_when_all_are_there_and_names_what_to_do_next(tmp
         assert "m is served by a router and 2 decode" in text
         assert f"{running.supervisor.url}/dashboard" in text
         assert "baton drain decode-1" in text
-        assert "loading" not in text
+        assert "decode-1 │ ── [  1.5 s] loading the weights\n" in text
+        assert text.count(", started in 2.0 s: loading 0.5 s\n") == 2, "of each instance, when it is ready"
         assert "talk to it with" not in text
 
 
@@ -166,6 +176,7 @@ async def test_keys_reach_all_by_the_environment_and_the_file_of_options_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BATON_CONFIG", "a file with options of all")
+    monkeypatch.setenv("BATON_KV_EVENTS_ENDPOINT", "tcp://127.0.0.1:5557")
     monkeypatch.setenv("BATON_API_KEY", "from outside")
     monkeypatch.setenv("BATON_KV_STORE", "file:/of/somebody")
     async with fleet(tmp_path, api_keys=("group:one", "two"), admin_key="three") as running:
@@ -174,7 +185,18 @@ async def test_keys_reach_all_by_the_environment_and_the_file_of_options_nobody(
             variables = _environment(pid)
             assert (variables["BATON_API_KEY"], variables["BATON_ADMIN_KEY"]) == ("group:one two", "three")
             assert "BATON_CONFIG" not in variables
+            assert "BATON_KV_EVENTS_ENDPOINT" not in variables, "instances on one machine cannot share it"
             assert variables["BATON_KV_STORE"] == "", "the plan has none, whatever we were started with"
+
+
+@pytest.mark.parametrize(("metrics_key", "given"), [("four", "four"), (None, "three")])
+async def test_all_get_the_metrics_key_and_without_one_instances_take_the_admin_key_for_it(
+    tmp_path: Path, metrics_key: str | None, given: str
+) -> None:
+    async with fleet(tmp_path, admin_key="three", metrics_key=metrics_key) as running:
+        await running.until(lambda: "Dashboard" in running.log.getvalue(), "the banner")
+        for pid in running.pids():
+            assert _environment(pid)["BATON_METRICS_KEY"] == given
 
 
 async def test_what_is_killed_is_started_again_the_router_at_its_old_port(tmp_path: Path) -> None:
@@ -207,6 +229,8 @@ async def test_one_that_cannot_start_is_given_up_and_the_others_serve(tmp_path: 
 async def test_when_none_that_answers_can_start_it_ends_with_a_code(tmp_path: Path) -> None:
     async with fleet(tmp_path, how={"decode-1": "broken", "decode-2": "broken"}) as running:
         assert await running.code() == EXIT_FAILED
+    told = running.notes.read_text().splitlines().count("router told")
+    assert told == 1, "it ends those who wait for an instance, with an error"
 
 
 async def test_a_router_that_cannot_start_is_not_tried_again(tmp_path: Path) -> None:
@@ -214,6 +238,32 @@ async def test_a_router_that_cannot_start_is_not_tried_again(tmp_path: Path) -> 
         assert await running.code() == EXIT_FAILED
     assert running.log.getvalue().count("no such port") == 1
     assert running.started("decode-1") == 0
+
+
+async def test_a_fleet_gives_up_at_once_on_what_cannot_get_better(tmp_path: Path) -> None:
+    async with fleet(tmp_path, decode=3, how={"decode-2": "refused"}) as running:
+        assert await running.code() == EXIT_SETUP
+    assert running.started("decode-2") == 1
+    told = [line for line in running.log.getvalue().splitlines() if "broken" in line]
+    assert told == ["baton up: the model is broken"]
+    assert "Dashboard" not in running.log.getvalue()
+
+
+async def test_wrong_options_are_shown_as_the_instance_told_them(tmp_path: Path) -> None:
+    async with fleet(tmp_path, how={"decode-1": "usage", "decode-2": "usage"}) as running:
+        assert await running.code() == EXIT_SETUP
+    assert "no such option" in running.log.getvalue()
+    assert "cannot be started, and starting it again would not help" in running.log.getvalue()
+
+
+async def test_a_refusal_after_the_fleet_was_up_ends_one_instance_only(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as running:
+        await running.until(lambda: "Dashboard" in running.log.getvalue(), "the banner")
+        running.supervisor._plan.how["decode-1"] = "refused"
+        os.kill(running.pids()[1], signal.SIGKILL)
+        await running.until(lambda: "given up" in running.log.getvalue(), "it was tried once more")
+        assert running.started("decode-1") + running.started("decode-2") == 3
+        assert not running.run.done()
 
 
 async def test_stopping_lets_the_router_end_before_the_instances_are_told(tmp_path: Path) -> None:

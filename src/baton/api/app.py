@@ -22,16 +22,17 @@ from starlette.responses import Response
 
 from baton import __version__
 from baton.api import openapi
-from baton.api.auth import ABOUT_PATH, OPEN_PATHS, ApiKeys, AuthMiddleware, kv_owners
+from baton.api.auth import ABOUT_PATH, METRICS_PATH, OPEN_PATHS, ApiKeys, AuthMiddleware, kv_owners
 from baton.api.body_limits import PartialBodies, read_json_body
 from baton.api.choice_streams import ClientGone
 from baton.api.constraint_compiler import ConstraintCompiler, NoConstraints
 from baton.api.continuation import RequestProofs, bad_proof
 from baton.api.control_tokens import strings_in
+from baton.api.docs_page import DOCS_PATHS, PAGE, install_docs
 from baton.api.engine import UNKNOWN_CONTEXT, Engine, NotServing
 from baton.api.errors import ApiError, InternalField, engine_dead, invalid
-from baton.api.generate import CLIENT_CLOSED, GenerationService
-from baton.api.logs import RefusalLog
+from baton.api.generate import CLIENT_CLOSED, CLIENT_LEFT, GenerationService
+from baton.api.logs import TENANT_CHARS, RefusalLog
 from baton.api.messages.body import CountTokensBody
 from baton.api.metrics import Metrics
 from baton.api.model_text import ModelText, TextTooLong
@@ -42,7 +43,7 @@ from baton.api.parted_response import PartedResponse
 from baton.api.paths import CHAT_PATH, COMPLETION_PATH, COUNT_TOKENS_PATH, MESSAGES_PATH, RESPONSES_PATH
 from baton.api.prepare import PreparedRequest, RequestPreparer, texts_of
 from baton.api.request_costs import RequestCosts
-from baton.api.request_ids import HEADER, RequestIdMiddleware, owner_of
+from baton.api.request_ids import HEADER, RequestIdMiddleware, client_of, owner_of, trace_of
 from baton.api.responses import encode
 from baton.api.schema import ContinuationFields, DetokenizeBody, TokenizeBody, check_tokenize, parse
 from baton.api.settings import ApiSettings
@@ -50,12 +51,15 @@ from baton.api.slot_shares import SlotShares
 from baton.api.stream_resume import LAST_EVENT_ID, UnclaimedRequests, check_reach, parse_marks
 from baton.api.submissions import RequestOwner, RequestRules
 from baton.api.text_pool import TextPool
+from baton.api.tracing.request_trace import RequestTrace
+from baton.api.tracing.request_tracing import RequestTracing
+from baton.api.tracing.trace_context import HEADER as TRACE_HEADER
 
 JSON = "application/json"
 ABOUT = "A server for language models with the APIs of OpenAI and Anthropic"
 LINKS = {
     "models": "/v1/models", "chat": CHAT_PATH, "responses": RESPONSES_PATH, "messages": MESSAGES_PATH, "health": "/health",
-    "ready": "/ready", "metrics": "/metrics", "version": "/version", "openapi": "/openapi.json",
+    "ready": "/ready", "metrics": METRICS_PATH, "version": "/version", "openapi": "/openapi.json", "docs": PAGE,
 }  # fmt: skip
 SMALL_BODY_BYTES = 2048
 """Completion bodies up to this size are tokenised in about a millisecond, on the event loop."""
@@ -95,8 +99,10 @@ class ApiRoutes:
         extras: RouterExtras,
         proofs: RequestProofs | None,
         compiler: ConstraintCompiler,
+        tracing: RequestTracing | None,
     ) -> None:
         self._extras = extras
+        self._tracing = tracing
         self._compiler = compiler
         self._proofs = proofs
         self._engine = engine
@@ -109,7 +115,7 @@ class ApiRoutes:
         shares = SlotShares(
             lambda: engine.info.slots, settings.key_share, len(set(settings.api_keys)) - extras.operator_keys
         )
-        self._server = GenerationService(engine, metrics, costs, shares)
+        self._server = GenerationService(engine, metrics, costs, shares, tracing)
         self._refusals = RefusalLog(engine)
         self._defaults = settings.default_sampling.over(settings.model_sampling or text.defaults)
         self._kv_owners = kv_owners(settings.api_keys)
@@ -132,14 +138,23 @@ class ApiRoutes:
 
     async def generate(self, request: Request) -> Response:
         path: str = request.scope["path"]
-        with self._refusals.logged(request.state.request_id, path):
-            raw, asker = await self._body(request), owner_of(request)
+        client = client_of(request.scope)
+        with self._refusals.logged(request.state.request_id, path, request.state.tenant, client):
+            raw, asker, trace = await self._body(request), owner_of(request), trace_of(request)
+            carried = "" if trace is None else trace.carried
             origin = OriginalRequest(
-                path, raw, asker.tenant, asker.request_id, secrets.randbits(63), self._next_arrival_us()
+                path, raw, asker.tenant, asker.request_id, secrets.randbits(63), self._next_arrival_us(), carried
             )
-            prepared = await self._prepared(origin, self._proven(request, raw))
-            run = await self._server.accept(prepared, request.receive, self._constrained)
+            prepared = replace(await self._prepared(origin, self._proven(request, raw)), client=client)
+            self._note_asked(trace, prepared)
+            run = await self._server.accept(prepared, request.receive, self._constrained, trace)
         return await self._server.respond(run)
+
+    def _note_asked(self, trace: RequestTrace | None, prepared: PreparedRequest) -> None:
+        if trace is not None and self._tracing is not None:
+            trace.asked, trace.request_id = prepared.asked, prepared.asker.request_id
+            trace.tenant = prepared.asker.tenant[:TENANT_CHARS]
+            self._tracing.submitted(trace)
 
     def _next_arrival_us(self) -> int:
         """Later than every arrival before: a clock that is set back must not make who waits younger than who comes."""
@@ -188,14 +203,17 @@ class ApiRoutes:
         found = None if unclaimed is None else await unclaimed.find(asker)
         if found is None or unclaimed is None:
             raise not_open(id)
-        prepared = await self._prepared(found.origin)
+        prepared = replace(await self._prepared(found.origin), client=client_of(request.scope))
+        if (trace := trace_of(request)) is not None and self._tracing is not None:
+            self._tracing.join(trace, found.origin.trace)
+            self._note_asked(trace, prepared)
         after = request.headers.get(LAST_EVENT_ID) or request.query_params.get("last_event_id", "")
         numbered = prepared.stream and prepared.writer.is_numbered
         marks = parse_marks(after if numbered else "", len(prepared.readers))
         context = self._engine.info.context_tokens
         check_reach(marks, [context if one.max_tokens is None else one.max_tokens for one in prepared.group])
         found.check(marks)
-        run = await self._server.resume(prepared, marks, unclaimed, request.receive)
+        run = await self._server.resume(prepared, marks, unclaimed, request.receive, trace)
         return await self._server.respond(run)
 
     async def _body(self, request: Request) -> bytes:
@@ -315,32 +333,39 @@ def create_app(
     extras: RouterExtras = NO_ROUTER,
     proofs: RequestProofs | None = None,
     compiler: ConstraintCompiler | None = None,
+    tracing: RequestTracing | None = None,
 ) -> FastAPI:
     """The HTTP surface of one engine. Loads nothing and starts nothing; uvicorn (or a test) runs it.
 
     Give `metrics` to read them elsewhere too; else the app has its own. With `proofs`, routers that hold the cluster key
-    continue answers here. Without a `compiler`, constraints are refused.
+    continue answers here. Without a `compiler`, constraints are refused. With `tracing`, requests have traces.
     """
     if settings.chat_template is not None:
         text = text.with_template(settings.chat_template)
     if metrics is None:
         metrics = Metrics(engine, settings.served_model_names[0])
-    app = FastAPI(title="Baton", docs_url=None, redoc_url=None, redirect_slashes=False)
-    routes = ApiRoutes(engine, text, settings, metrics, extras, proofs, compiler or NoConstraints())
+    app = FastAPI(title="Baton", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    routes = ApiRoutes(engine, text, settings, metrics, extras, proofs, compiler or NoConstraints(), tracing)
     _add_routes(app, routes, resumable=extras.unclaimed is not None)
     _add_error_handlers(app, metrics)
     openapi.install(app, secured=bool(settings.api_keys))
+    install_docs(app)
     for ring in extras.inner:
         app.add_middleware(ring.cls, *ring.args, **ring.kwargs)
-    app.add_middleware(AuthMiddleware, keys=ApiKeys(settings.api_keys), open_paths=OPEN_PATHS | extras.open_paths)
-    app.add_middleware(RequestIdMiddleware, metrics=metrics)
+    app.add_middleware(
+        AuthMiddleware,
+        keys=ApiKeys(settings.api_keys),
+        open_paths=OPEN_PATHS | DOCS_PATHS | extras.open_paths,
+        metrics_keys=settings.metrics_keys,
+    )
+    app.add_middleware(RequestIdMiddleware, metrics=metrics, tracing=tracing)
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.allowed_origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=[HEADER],
+            expose_headers=[HEADER, TRACE_HEADER],
         )
     return app
 
@@ -362,8 +387,8 @@ def _add_routes(app: FastAPI, routes: ApiRoutes, resumable: bool) -> None:
         ("/version", get, routes.version, openapi.VERSION),
         ("/ping", get, routes.health, openapi.HEALTH),
         ("/health", get, routes.health, openapi.HEALTH),
-        ("/ready", get, routes.ready, openapi.HEALTH),
-        ("/metrics", get, routes.metrics, openapi.METRICS),
+        ("/ready", get, routes.ready, openapi.READY),
+        (METRICS_PATH, get, routes.metrics, openapi.METRICS),
     ]
     if resumable:
         table.append(("/v1/requests/{id}/stream", get, routes.resume, openapi.RESUME))
@@ -375,6 +400,7 @@ def _add_routes(app: FastAPI, routes: ApiRoutes, resumable: bool) -> None:
             response_model=None,
             response_class=Response,
             responses=described.responses,
+            summary=described.summary,
             openapi_extra=described.extra,
         )
         if methods == get and not path.endswith("/stream"):
@@ -385,6 +411,8 @@ def _add_error_handlers(app: FastAPI, metrics: Metrics) -> None:
     async def api_error(request: Request, error: ApiError) -> Response:
         if isinstance(error, InternalField):
             metrics.count_refused_field(error.field)
+        if (trace := trace_of(request)) is not None:
+            trace.fail(error.code or error.type, error.status)
         return error.response(request.scope["path"])
 
     async def http_error(request: Request, error: HTTPException) -> Response:
@@ -395,7 +423,9 @@ def _add_error_handlers(app: FastAPI, metrics: Metrics) -> None:
     async def bad_parameter(request: Request, error: RequestValidationError) -> Response:
         return invalid(None, str(error)).response(request.scope["path"])
 
-    async def client_gone(_: Request, _error: ClientGone) -> Response:
+    async def client_gone(request: Request, _error: ClientGone) -> Response:
+        if (trace := trace_of(request)) is not None:
+            trace.fail(CLIENT_LEFT, CLIENT_CLOSED)
         return Response(status_code=CLIENT_CLOSED)
 
     async def bug(request: Request, _error: Exception) -> Response:

@@ -3,7 +3,8 @@
 A tenant is a hash of its key, or "" when no key is configured. A tenant can cancel only its own requests, and its KV cache
 is salted. Keys configured as `GROUP:KEY` share KV within the group, and nothing else; `:KEY` has no group and may contain
 colons. `/` and `/ping` need no key; nor do `/health` and `/ready`, which tell its holders more; all other paths need one
-once a key is configured, `/metrics` too, since it shows the load of other tenants.
+once a key is configured, `/metrics` too, since it shows the load of other tenants. Once a metrics key or an admin key is
+configured, `/metrics` needs one of these, and no API key opens it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from baton.api.errors import ApiError
 
 ABOUT_PATH = "/"
+METRICS_PATH = "/metrics"
 OPEN_PATHS = frozenset({ABOUT_PATH, "/ping", "/health", "/ready"})
 _GROUP = re.compile(r"[A-Za-z0-9_.-]{0,64}")
 
@@ -99,25 +101,53 @@ def authorization_of(headers: Headers) -> str | None:
     return f"Bearer {key}"
 
 
+class MetricsKeys:
+    """The keys that open `/metrics`. They are no API keys."""
+
+    def __init__(self, keys: Sequence[str], api_keys: ApiKeys) -> None:
+        """With no key, every API key opens it."""
+        self._own = ApiKeys([f":{key}" for key in keys]) if keys else None
+        self._api_keys = api_keys
+
+    def tenant(self, authorization: str | None) -> str:
+        """The caller's tenant. Raises a 401, or a 403 where the key is an API key."""
+        if self._own is None:
+            return self._api_keys.tenant(authorization)
+        if self._own.is_known(authorization):
+            return ""
+        bearer(authorization, "the metrics key")
+        self._api_keys.tenant(authorization)
+        headers = {"WWW-Authenticate": 'Bearer error="insufficient_scope"'}
+        message = "This key may not read the metrics; that needs the server's metrics key (--metrics-key) or admin key"
+        raise ApiError(403, message, "permission_error", code="metrics_key_needed", headers=headers)
+
+
 class AuthMiddleware:
     """Puts `tenant` into the request's state, or answers 401 before any route is looked up.
 
     Also puts `is_trusted`: on an open path, whether the caller holds a key all the same.
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, open_paths: frozenset[str] = OPEN_PATHS) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: ApiKeys, open_paths: frozenset[str] = OPEN_PATHS, metrics_keys: Sequence[str] = ()
+    ) -> None:
         self._app = app
         self._keys = keys
         self._open_paths = open_paths
+        self._metrics_keys = MetricsKeys(metrics_keys, keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             try:
                 given = authorization_of(Headers(scope=scope))
                 open_path = scope["path"] in self._open_paths
-                tenant = "" if open_path else self._keys.tenant(given)
+                tenant = "" if open_path else self._tenant(scope["path"], given)
             except ApiError as error:
                 return await error.response(scope["path"])(scope, receive, send)
             state = scope.setdefault("state", {})
             state["tenant"], state["is_trusted"] = tenant, not open_path or self._keys.is_known(given)
         return await self._app(scope, receive, send)
+
+    def _tenant(self, path: str, authorization: str | None) -> str:
+        keys = self._metrics_keys if path == METRICS_PATH else self._keys
+        return keys.tenant(authorization)

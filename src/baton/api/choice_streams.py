@@ -242,7 +242,8 @@ class ChoiceStreams:
             self._put((index, news))
             if news.ended is None:
                 return
-            self.readers[index].bill, self.readers[index].places = news.ended.bill, news.ended.places
+            reader, end = self.readers[index], news.ended
+            reader.bill, reader.places, reader.history = end.bill, end.places, end.history
         self._unsettled -= 1
         self._on_end()
         if not self._unsettled:

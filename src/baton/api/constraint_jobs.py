@@ -1,4 +1,4 @@
-"""What is to be compiled for one request, encoded for the process that does it.
+"""What is to be compiled, or asked of a constraint, for one request; encoded for the process that does it.
 
 The same request makes the same bytes, which name it in caches.
 """
@@ -18,7 +18,19 @@ JOB_BYTES_MAX = 512 << 10
 """Of an encoded job. The grammar that it makes is about as long or longer, and bounded too."""
 
 
-class ConstraintJob(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class MaskJob(Struct, frozen=True, forbid_unknown_fields=True, tag="mask"):
+    """Compute the digest of the mask of a constraint after these outputs, if the process has this backend and version."""
+
+    backend: str
+    version: str
+    source: str
+    outputs: tuple[int, ...]
+
+    def encode(self) -> bytes:
+        return _encode(self)
+
+
+class ConstraintJob(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, tag="constraint"):
     kind: ConstraintKind | None = None
     """None: only calls or reasoning are constrained."""
     value: object = None
@@ -56,5 +68,10 @@ class ConstraintJob(Struct, frozen=True, omit_defaults=True, forbid_unknown_fiel
 
 
 _encode = msgspec.json.Encoder().encode
-decode_job = msgspec.json.Decoder(ConstraintJob).decode
-"""Raises a ValueError for what is no job."""
+_decode = msgspec.json.Decoder(ConstraintJob | MaskJob).decode
+
+
+def decode_job(payload: bytes) -> ConstraintJob | MaskJob:
+    """Raises a ValueError for what is no job."""
+    job: ConstraintJob | MaskJob = _decode(payload)
+    return job

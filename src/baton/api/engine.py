@@ -8,8 +8,9 @@ from typing import Protocol
 
 from baton.api.logprob_columns import TokenLogprob
 from baton.api.original_request import OriginalRequest
+from baton.api.tracing.stage_notes import ChoiceHistory
 from baton.core.engine.ended import Bill
-from baton.core.engine.gauges import DraftGauges, PeerTraffic, SchedulerGauges, StoreTraffic
+from baton.core.engine.gauges import DraftGauges, KvEventTraffic, PeerTraffic, SchedulerGauges, StepSizes, StoreTraffic
 from baton.core.engine.request import FinishReason, PromptLogprobs, Submission
 from baton.core.handover.faults import PdFault
 
@@ -33,6 +34,8 @@ class StreamEnd:
     """Set with the finish reason RESCHEDULE."""
     places: tuple[str, ...] = ()
     """Names of the instances that ran it, in order; only from a router."""
+    history: ChoiceHistory | None = None
+    """What was noted of it, for its trace; notes may still be added. None: nothing is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,8 @@ class EngineInfo:
     carries: bool = False
     """Whether this is a router: open requests survive their instances and a restart of the router. Events then have ids
     for resuming, and an attempt that ends early is an error, since every instance was tried."""
+    prefix_cache: bool = True
+    """Whether the KV of prompts that begin alike is reused. A router is not told, and shows the default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +98,10 @@ class Gauges:
     drafts: DraftGauges = field(default_factory=DraftGauges)
     peers: PeerTraffic = field(default_factory=PeerTraffic)
     store: StoreTraffic = field(default_factory=StoreTraffic)
+    step_sizes: StepSizes = field(default_factory=StepSizes)
+    stalls: int = 0
+    """Engines that stood still and were given up: this one, or those of a router's instances."""
+    kv_events: KvEventTraffic = field(default_factory=KvEventTraffic)
     role: str = "mixed"
     victim_policy: str = ""
     fleet_preemptions: int | None = None
@@ -112,6 +121,7 @@ class NotServing:
     reason: str
     detail: str = ""
     """What may name instances, files or hosts: told to those only who hold a key."""
+    is_stall: bool = False
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.detail}" if self.detail else self.reason

@@ -37,23 +37,35 @@ from baton.api.stream_resume import (
     fresh_marks,
 )
 from baton.api.text_reader import TextDelta
+from baton.api.tracing.request_trace import AnswerFacts, RequestTrace
+from baton.api.tracing.request_tracing import RequestTracing
 from baton.api.whole_answer import WholeAnswer, next_part
 from baton.core.engine.request import FinishReason
 from baton.core.errors import Refused
 
 CLIENT_CLOSED = 499
 """Status in the access log and the metrics when the client disconnected; never sent."""
+CLIENT_LEFT = "client_closed"
+"""The same as the error of a span."""
 Constrain = Callable[[PreparedRequest], Awaitable[PreparedRequest]]
 """Gives a request its compiled constraint, if it asks for one. Raises ApiError."""
 LATE_BILL_S = 60.0
-"""Seconds that the access log waits for the bill of an answer that ended before the engine reported it."""
+"""Seconds that access log and metrics wait for the bill of an answer that ended before the engine reported it."""
 
 
 class GenerationService:
     """Submits requests, tracks the open ones and writes their access log lines."""
 
-    def __init__(self, engine: Engine, metrics: Metrics, costs: RequestCosts, shares: SlotShares) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        metrics: Metrics,
+        costs: RequestCosts,
+        shares: SlotShares,
+        tracing: RequestTracing | None = None,
+    ) -> None:
         self.open = OpenRequests()
+        self._tracing = tracing
         self._engine = engine
         self._metrics = metrics
         self._costs = costs
@@ -61,9 +73,15 @@ class GenerationService:
         self._turns = asyncio.Lock()
         """Held while a piece of a large answer is encoded."""
         self._late: dict[asyncio.Task[None], None] = {}
-        """Tasks whose access log line waits for a bill; kept here since asyncio references tasks weakly."""
+        """Tasks that wait for a bill, for metrics and access log; kept here since asyncio references tasks weakly."""
 
-    async def accept(self, prepared: PreparedRequest, receive: ReceiveMessage, constrain: Constrain) -> GenerationRun:
+    async def accept(
+        self,
+        prepared: PreparedRequest,
+        receive: ReceiveMessage,
+        constrain: Constrain,
+        trace: RequestTrace | None = None,
+    ) -> GenerationRun:
         """Submit the request, once `constrain` has added its constraint. Raises ApiError when it is not accepted.
 
         Its id is taken before, so that a cancel or a disconnect ends that wait too.
@@ -79,10 +97,16 @@ class GenerationService:
         marks = fresh_marks(len(prepared.readers)) if carries else None
         lengths = [len(ids) for ids in prepared.prompt_ids]
         times = AnswerTimes(self._metrics, prepared.arrived_s, lengths, len(prepared.readers))
-        return GenerationRun(prepared, answer, times, marks, self._ended, cost, place)
+        self._metrics.observe_asked(prepared.group, prepared.n)
+        return GenerationRun(prepared, answer, times, marks, self._ended, cost, place, self._traced(trace))
 
     async def resume(
-        self, prepared: PreparedRequest, marks: StreamPositions, unclaimed: UnclaimedRequests, receive: ReceiveMessage
+        self,
+        prepared: PreparedRequest,
+        marks: StreamPositions,
+        unclaimed: UnclaimedRequests,
+        receive: ReceiveMessage,
+        trace: RequestTrace | None = None,
     ) -> GenerationRun:
         """Resume an unclaimed request after the last event that its client received. It was accepted before: no limit of
         a key refuses it."""
@@ -94,7 +118,13 @@ class GenerationService:
             with self.open.released_on_error(prepared.asker), _as_api_error(prepared):
                 answer.attach(await answer.submitted(_claimed(prepared, marks, unclaimed), receive))
         times = AnswerTimes(self._metrics, prepared.arrived_s, (), len(prepared.readers))
-        return GenerationRun(prepared, answer, times, marks, self._ended, cost, _PlaceHolder())
+        return GenerationRun(prepared, answer, times, marks, self._ended, cost, _PlaceHolder(), self._traced(trace))
+
+    def _traced(self, trace: RequestTrace | None) -> RequestTrace | None:
+        """The run holds its trace until `_report`."""
+        if trace is not None:
+            trace.holders += 1
+        return trace
 
     def _open_cost(self, prepared: PreparedRequest, count: Callable[[str, int], None]) -> OpenCost:
         units = cost_of(prepared.group, self._engine.info, prepared.prompt_units)
@@ -106,23 +136,44 @@ class GenerationService:
 
     def _ended(self, run: GenerationRun, status: int) -> None:
         self.open.release(run.prepared.asker)
-        if not access.isEnabledFor(logging.INFO):
-            run.answer.close()
-            return
-        finished = run.finished(status, self._engine.gauges)
+        is_told = run.trace is not None or access.isEnabledFor(logging.INFO)
+        finished = run.finished(status, self._engine.gauges) if is_told else None
+        if run.trace is not None and self._tracing is not None:
+            run.trace.ended_us = self._tracing.now_us()
         if run.answer.is_settled:
-            finished.log(bill_of(run.prepared.readers), places_of(run.prepared.readers))
+            self._report(finished, run)
             return
         # Cut by a stop string or by its client: the engine reports the bill a step later. The client does not wait for it.
-        task = asyncio.create_task(_log_late(finished, run))
+        task = asyncio.create_task(self._report_late(finished, run))
         self._late[task] = None
         task.add_done_callback(self._late.pop)
 
+    async def _report_late(self, finished: FinishedRequest | None, run: GenerationRun) -> None:
+        await run.answer.settled(LATE_BILL_S)
+        run.answer.close()
+        self._report(finished, run)
 
-async def _log_late(finished: FinishedRequest, run: GenerationRun) -> None:
-    await run.answer.settled(LATE_BILL_S)
-    run.answer.close()
-    finished.log(bill_of(run.prepared.readers), places_of(run.prepared.readers))
+    def _report(self, finished: FinishedRequest | None, run: GenerationRun) -> None:
+        readers = run.prepared.readers
+        for reader in readers:
+            if reader.bill is not None:
+                self._metrics.observe_bill(reader.bill)
+        if finished is None:
+            return
+        bill = bill_of(readers)
+        finished.log(bill, places_of(readers))
+        if run.trace is None or self._tracing is None:
+            return
+        run.trace.answer = AnswerFacts(
+            finishes=finished.finishes,
+            prompt_tokens=finished.prompt_tokens,
+            completion_tokens=finished.completion_tokens,
+            cached_tokens=finished.cached_tokens,
+            bill=bill,
+            bills=[reader.bill for reader in readers],
+            histories=[reader.history for reader in readers],
+        )
+        self._tracing.release(run.trace)
 
 
 class OpenCost:
@@ -193,8 +244,10 @@ class GenerationRun:
         ended: Callable[[GenerationRun, int], None],
         cost: OpenCost,
         place: _PlaceHolder,
+        trace: RequestTrace | None = None,
     ) -> None:
         self.prepared = prepared
+        self.trace = trace
         self.answer = answer
         self.times = times
         self._marks = marks
@@ -222,9 +275,11 @@ class GenerationRun:
             status = 200
         except (ClientGone, asyncio.CancelledError):
             cut_short, status = FinishReason.ABORT, CLIENT_CLOSED
+            self._failed(CLIENT_LEFT, status)
             raise
         except ApiError as error:
             status = error.status
+            self._failed(error.code or error.type, status)
             raise
         finally:
             self.times.close(cut_short)
@@ -233,23 +288,28 @@ class GenerationRun:
                 self.cost.close()
             self._ended(self, status)
 
+    def _failed(self, error: str, status: int) -> None:
+        if self.trace is not None:
+            self.trace.fail(error, status)
+
     def usage(self) -> dict[str, object]:
         usage = usage_of(self.prepared.prompt_ids, self.prepared.readers)
         return usage | {"baton": bill_fields(bill_of(self.prepared.readers))} if self.prepared.baton_usage else usage
 
     def finished(self, status: int, gauges: Gauges) -> FinishedRequest:
         prepared, readers = self.prepared, self.prepared.readers
-        n = len(readers) // len(prepared.prompt_ids)
         return FinishedRequest(
             request_id=prepared.asker.request_id,
             path=prepared.origin.path,
             status=status,
             tenant=prepared.asker.tenant,
+            client=prepared.client,
             finishes=[reader.finish.value if reader.finish else "cut" for reader in readers],
             prompt_tokens=sum(len(ids) for ids in prepared.prompt_ids),
             completion_tokens=sum(reader.tokens for reader in readers),
-            cached_tokens=sum(reader.cached_tokens for reader in readers[::n]),
+            cached_tokens=sum(reader.cached_tokens for reader in readers[:: prepared.n]),
             gauges=gauges,
+            trace_id="" if self.trace is None else self.trace.context.trace_id,
         )
 
 

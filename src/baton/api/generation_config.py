@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from baton.api.sampling_defaults import SamplingDefaults
 from baton.api.schema import GenerateBody
-from baton.core.errors import BatonError
+from baton.core.errors import SetupError
 
 AUTO, NONE = "auto", "none"
 FIELDS = {
@@ -27,7 +27,7 @@ FIELDS = {
 """Keys of a generation config that are used, and the request fields that they are defaults of."""
 
 
-class BadGenerationConfig(BatonError):
+class BadGenerationConfig(SetupError):
     """Sampling defaults that cannot be used; the message names the option and the key."""
 
 

@@ -1,10 +1,11 @@
 """Log lines of a running server: one per finished request, one every ten seconds for the engine's state.
 
 Owns the loggers `baton.access` and `baton.engine` and the format of their lines: `name=value`, the same names in the same
-order. `tenant` is the beginning of a hash of the API key, `-` where there are none. `leased`, `receiving` and `leaving` are
-omitted while they are 0, `drafts` and `accepted` (since the previous line) while there were no drafts; `left_out` counts
-refusals of the same error that got no line. A router logs the instances of a request instead of the engine's state. Nothing
-is formatted while the level hides it. Handlers are configured by the process that starts the server.
+order. `tenant` is the beginning of a hash of the API key, `-` where there are none; `client` is the sender's address.
+`leased`, `receiving` and `leaving` are omitted while they are 0, `drafts` and `accepted` (since the previous line) while
+there were no drafts; `left_out` counts refusals of the same error that got no line. A router logs the instances of a request
+instead of the engine's state. Nothing is formatted while the level hides it. Handlers are configured by the process that
+starts the server.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ access = logging.getLogger("baton.access")
 state = logging.getLogger("baton.engine")
 
 _HEAD = "id=%s path=%s status=%d "
-_ENDED = _HEAD + "tenant=%s finish=%s prompt=%d completion=%d cached=%d %s %s"
-_REFUSED = _HEAD + "error=%s %s%s"
+_ENDED = _HEAD + "tenant=%s client=%s finish=%s prompt=%d completion=%d cached=%d %s %s%s"
+_REFUSED = _HEAD + "tenant=%s client=%s error=%s %s%s"
 _DENIED = _HEAD + "client=%s%s"
 TENANT_CHARS = 8
 """Of the hash of an API key: enough to tell the tenants of a server apart."""
@@ -80,6 +81,10 @@ def _state_of(gauges: Gauges) -> _State:
     )
 
 
+def _shown_tenant(tenant: str) -> str:
+    return tenant[:TENANT_CHARS] or "-"
+
+
 def _finishes(finishes: Sequence[str]) -> str:
     if len(finishes) <= FINISHES_MAX:
         return ",".join(finishes)
@@ -100,11 +105,14 @@ class FinishedRequest:
     path: str
     status: int
     tenant: str
+    client: str
     finishes: Sequence[str]
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     gauges: Gauges
+    trace_id: str = ""
+    """Empty where no traces are made."""
 
     def log(self, bill: Bill | None, places: Sequence[Sequence[str]] = ()) -> None:
         """`bill` is None when the engine did not report it; the line then has `-` instead.
@@ -120,13 +128,15 @@ class FinishedRequest:
             self.request_id,
             self.path,
             self.status,
-            self.tenant[:TENANT_CHARS] or "-",
+            _shown_tenant(self.tenant),
+            self.client,
             _finishes(self.finishes),
             self.prompt_tokens,
             self.completion_tokens,
             self.cached_tokens,
             paid,
             _whereabouts(places) if self.gauges.role == ROUTER else _state_of(self.gauges),
+            f" trace={self.trace_id}" if self.trace_id else "",
         )
 
 
@@ -139,23 +149,24 @@ class RefusalLog:
         self._rate = LogRate(REFUSALS_A_SECOND, 1.0)
 
     @contextmanager
-    def logged(self, request_id: str, path: str) -> Iterator[None]:
+    def logged(self, request_id: str, path: str, tenant: str, client: str) -> Iterator[None]:
         """Log a request that is refused inside the block."""
         try:
             yield
         except ApiError as error:
             if access.isEnabledFor(logging.INFO):
-                self._log(request_id, path, error)
+                self._log(request_id, path, tenant, client, error)
             raise
 
-    def _log(self, request_id: str, path: str, error: ApiError) -> None:
+    def _log(self, request_id: str, path: str, tenant: str, client: str, error: ApiError) -> None:
         left_out = self._rate.take(f"{error.status} {error.code}", self._clock_s())
         if left_out is None:
             return
         gauges = self._engine.gauges
         shown = f"waiting={gauges.scheduler.waiting}" if gauges.role == ROUTER else _state_of(gauges)
         before = f" left_out={left_out}" if left_out else ""
-        access.info(_REFUSED, request_id, path, error.status, error.code, shown, before)
+        who = _shown_tenant(tenant), client
+        access.info(_REFUSED, request_id, path, error.status, *who, error.code, shown, before)
 
 
 class DenialLog:

@@ -1,4 +1,5 @@
-"""Prometheus metrics, under the names that an operator of vLLM would look for (with `baton_` in front).
+"""Prometheus metrics, under the names that an operator of vLLM would look for (with `baton_` in front, or vLLM's own:
+`metric_names`).
 
 Owns its registry, so that several apps live in one process. The engine's gauges are read when somebody scrapes.
 """
@@ -6,22 +7,45 @@ Owns its registry, so that several apps live in one process. The engine's gauges
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from baton.api.constraint_compiler import CompileOutcome
-from baton.api.engine import Engine, Gauges
+from baton.api.engine import Engine, EngineInfo, Gauges
+from baton.api.histograms import (
+    CHOICES,
+    FIRST_TOKEN_S,
+    PER_TOKEN_S,
+    STAGE_S,
+    TOKENS,
+    WHOLE_S,
+    UnlockedHistogram,
+    cumulative,
+)
+from baton.api.metric_names import MetricNames
+from baton.api.named_metrics import NamedMetrics
 from baton.api.text_reader import TextDelta
-from baton.core.engine.gauges import HandoverGauges, SchedulerGauges, StorageGauges, StoreTraffic
-from baton.core.engine.request import FinishReason
+from baton.core.engine.ended import Bill
+from baton.core.engine.gauges import (
+    STEP_TOKENS,
+    HandoverGauges,
+    KvEventTraffic,
+    SchedulerGauges,
+    StepSizes,
+    StorageGauges,
+    StoreTraffic,
+)
+from baton.core.engine.request import FinishReason, Submission
 
-_FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
-_PER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
-_WHOLE_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
-_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000)
 _COMPILE_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 1.5, 2, 5, 15, 60)
 _METHODS = frozenset({"GET", "POST", "DELETE", "HEAD", "OPTIONS", "PUT", "PATCH"})
 
@@ -37,10 +61,12 @@ class _EngineCollector(Collector):
         role = InfoMetricFamily("baton_role", "What this instance does", labels=["model_name"])
         role.add_metric([self._model], {"role": gauges.role})
         yield role
+        yield self._cache_config(self._engine.info, now)
         yield from self._of_blocks(now)
         yield from self._of_handovers(now.handovers)
         yield from self._of_host_memory(now.storage, gauges.store)
         yield from self._of_store(now.storage, gauges.store)
+        yield from self._of_kv_events(gauges.kv_events)
         refused = CounterMetricFamily(
             "baton_peer_refusals", "Connections and frames of peers that were refused", labels=["reason", "model_name"]
         )
@@ -67,8 +93,28 @@ class _EngineCollector(Collector):
             now.chunk_prefill_unsatisfied,
         )
         yield self._count("engine_steps", "Steps the executor ran", now.steps)
+        yield self._iteration_tokens(gauges.step_sizes)
+        yield self._count("engine_stalls", "Times an engine stood still and was given up", gauges.stalls)
         yield self._count("draft_tokens", "Guessed tokens computed along with decodes", gauges.drafts.fed)
         yield self._count("accepted_draft_tokens", "Guessed tokens that proved right", gauges.drafts.accepted)
+
+    def _cache_config(self, info: EngineInfo, now: SchedulerGauges) -> Metric:
+        family = InfoMetricFamily("baton_cache_config", "The KV pool, as labels", labels=["model_name"])
+        sizes = {
+            "block_size": info.block_size,
+            "num_gpu_blocks": info.blocks,
+            "num_cpu_blocks": now.storage.host_rows,
+            "kv_cache_size_tokens": info.blocks * info.block_size,
+            "enable_prefix_caching": info.prefix_cache,
+        }
+        family.add_metric([self._model], {name: str(value) for name, value in sizes.items()})
+        return family
+
+    def _iteration_tokens(self, sizes: StepSizes) -> Metric:
+        text = "Tokens that a step computed, of prompts and of answers; not at a router"
+        family = HistogramMetricFamily("baton_iteration_tokens_total", text, labels=["model_name"])
+        family.add_metric([self._model], cumulative(STEP_TOKENS, sizes.counts), sizes.tokens)
+        return family
 
     def _of_blocks(self, gauges: SchedulerGauges) -> Iterable[Metric]:
         by_state = gauges.blocks._asdict()
@@ -130,6 +176,15 @@ class _EngineCollector(Collector):
             bad.add_metric([reason, self._model], count)
         yield bad
 
+    def _of_kv_events(self, events: KvEventTraffic) -> Iterable[Metric]:
+        yield self._count("kv_event_batches", "Batches of KV events that were published", events.batches)
+        yield self._count("kv_event_stored_blocks", "KV blocks that readers of KV events were told of", events.stored_blocks)
+        yield self._count(
+            "kv_event_removed_blocks", "KV blocks that readers of KV events were told to forget", events.removed_blocks
+        )
+        yield self._count("kv_event_clears", "How often readers of KV events were told to forget everything", events.cleared)
+        yield self._count("kv_event_replays", "Requests of readers for KV events that they missed", events.replays)
+
     def _preemptions(self, gauges: Gauges) -> Metric:
         labels = ["cause", "policy", "model_name"]
         family = CounterMetricFamily("baton_num_preemptions", "Requests sent back to the queue", labels=labels)
@@ -158,22 +213,37 @@ class _LogCollector(Collector):
         yield CounterMetricFamily("baton_log_lines_dropped", text, value=self._lines_dropped())
 
 
+class _GivenTokens(Collector):
+    """Counted as a plain number, since it rises with every delivery."""
+
+    def __init__(self, metrics: Metrics, model: str) -> None:
+        self._metrics = metrics
+        self._model = model
+
+    def collect(self) -> Iterable[Metric]:
+        family = CounterMetricFamily("baton_generation_tokens", "Tokens given to clients", labels=["model_name"])
+        family.add_metric([self._model], self._metrics.tokens_given)
+        yield family
+
+
 class Metrics:
-    def __init__(self, engine: Engine, model: str, log_lines_dropped: Callable[[], int] = lambda: 0) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        model: str,
+        log_lines_dropped: Callable[[], int] = lambda: 0,
+        names: MetricNames = MetricNames.BATON,
+    ) -> None:
         self._registry = CollectorRegistry()
+        self._named = NamedMetrics(self._registry, names)
+        self._model = model
         self._registry.register(_EngineCollector(engine, model))
         self._registry.register(_LogCollector(log_lines_dropped))
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of accepted requests", model)
-        self._generation_tokens = self._counter("generation_tokens", "Tokens given to clients", model)
         self.tokens_given = 0
-        """The same count, readable without a scrape."""
-        self.first_token_s = self._histogram("time_to_first_token_seconds", "Arrival to first token", _FIRST_TOKEN_S, model)
-        self.per_token_s = self._histogram(
-            "time_per_output_token_seconds", "Between tokens after the first", _PER_TOKEN_S, model
-        )
-        self.whole_s = self._histogram("e2e_request_latency_seconds", "Arrival to end", _WHOLE_S, model)
-        self.request_prompt_tokens = self._histogram("request_prompt_tokens", "Prompt tokens of a request", _TOKENS, model)
-        self.request_output_tokens = self._histogram("request_generation_tokens", "Tokens of an answer", _TOKENS, model)
+        """Tokens given to clients."""
+        self._registry.register(_GivenTokens(self, model))
+        self._declare_histograms()
         ended = self._labelled("request_success", "Ended requests", ["model_name", "finished_reason"])
         self._ended = {reason: ended.labels(model, reason.value) for reason in FinishReason}
         self._declare_constraints(model)
@@ -183,13 +253,38 @@ class Metrics:
         )
         self._refused_fields = self._labelled("refused_fields", "Bodies with a field that only routers may set", ["field"])
 
+    def _declare_histograms(self) -> None:
+        made = self._histogram
+        self.first_token_s = made("time_to_first_token_seconds", "Arrival to first token", FIRST_TOKEN_S)
+        self.between_s = made(
+            "inter_token_latency_seconds", "Between deliveries of a choice after its first token", PER_TOKEN_S
+        )
+        self.per_token_s = made(
+            "time_per_output_token_seconds", "The same, divided by the tokens of the delivery", PER_TOKEN_S
+        )
+        self.mean_per_token_s = made(
+            "request_time_per_output_token_seconds", "Mean time per token of a choice after its first", PER_TOKEN_S
+        )
+        self.whole_s = made("e2e_request_latency_seconds", "Arrival to end", WHOLE_S)
+        self.queue_s = made("request_queue_time_seconds", "Time in the queue, that after preemptions included", STAGE_S)
+        self.prefill_s = made("request_prefill_time_seconds", "Time in prefill, that after preemptions included", STAGE_S)
+        self.decode_s = made("request_decode_time_seconds", "Time in decode", STAGE_S)
+        self.inference_s = made("request_inference_time_seconds", "Prefill, hand-over and decode together", STAGE_S)
+        self.request_prompt_tokens = made("request_prompt_tokens", "Prompt tokens of a request", TOKENS)
+        self.request_output_tokens = made("request_generation_tokens", "Tokens of an answer", TOKENS)
+        self.longest_output_tokens = made(
+            "request_max_num_generation_tokens", "Tokens of the longest of a request's choices", TOKENS
+        )
+        self.params_n = made("request_params_n", "The field n of a request", CHOICES)
+        self.params_max_tokens = made("request_params_max_tokens", "Most tokens that a choice may have, if limited", TOKENS)
+
     def _declare_constraints(self, model: str) -> None:
         asked = self._labelled(
             "constraints", "Constraints that requests asked for, by how compiling ended", ["model_name", "outcome"]
         )
         self._constraints = {outcome: asked.labels(model, outcome.value) for outcome in CompileOutcome}
         self._compile_s = self._histogram(
-            "constraint_compile_seconds", "Waiting for and compiling a constraint that is not cached", _COMPILE_S, model
+            "constraint_compile_seconds", "Waiting for and compiling a constraint that is not cached", _COMPILE_S
         )
         self._constraint_bytes = Gauge(
             "baton_constraint_cache_bytes", "Memory of compiled constraints", ["model_name"], registry=self._registry
@@ -205,8 +300,10 @@ class Metrics:
     def _counter(self, name: str, help_text: str, model: str) -> Counter:
         return self._labelled(name, help_text, ["model_name"]).labels(model)
 
-    def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...], model: str) -> Histogram:
-        return Histogram(f"baton_{name}", help_text, ["model_name"], buckets=buckets, registry=self._registry).labels(model)
+    def _histogram(self, name: str, help_text: str, buckets: Sequence[float]) -> UnlockedHistogram:
+        made = UnlockedHistogram(f"baton_{name}", help_text, buckets, {"model_name": self._model})
+        self._registry.register(made)
+        return made
 
     def count_http(self, method: str, path: str, status: int) -> None:
         """`path` is a route's template, never what the client typed: labels stay few."""
@@ -229,15 +326,27 @@ class Metrics:
     def note_constraints_held(self, size_bytes: int) -> None:
         self._constraint_bytes.set(size_bytes)
 
-    def count_tokens(self, count: int) -> None:
-        self._generation_tokens.inc(count)
-        self.tokens_given += count
-
     def count_end(self, reason: FinishReason) -> None:
         self._ended[reason].inc()
 
+    def observe_asked(self, group: Sequence[Submission], n: int) -> None:
+        """An accepted request: its choices as submitted, and how many there are of each prompt."""
+        self.params_n.observe(n)
+        for one in group:
+            if one.max_tokens is not None:
+                self.params_max_tokens.observe(one.max_tokens)
+
+    def observe_bill(self, bill: Bill) -> None:
+        """The time that a choice spent in each stage, over all of its attempts. One that no engine had spent none."""
+        if not (bill.queue_us or bill.prefill_us or bill.decode_us):
+            return
+        self.queue_s.observe(bill.queue_us / 1e6)
+        self.prefill_s.observe(bill.prefill_us / 1e6)
+        self.decode_s.observe(bill.decode_us / 1e6)
+        self.inference_s.observe((bill.prefill_us + bill.transfer_us + bill.decode_us) / 1e6)
+
     def page(self) -> bytes:
-        return generate_latest(self._registry)
+        return generate_latest(self._named)
 
 
 class AnswerTimes:
@@ -247,8 +356,12 @@ class AnswerTimes:
         self._metrics = metrics
         self._start = arrived_s
         self._open = choices
+        self._first: list[float | None] = [None] * choices
+        """By choice: when its first token that is timed was given."""
         self._last: list[float | None] = [None] * choices
         self._tokens = [0] * choices
+        self._timed = [0] * choices
+        """By choice: tokens after those given at `_first`."""
         for length in prompt_lengths:
             metrics.prompt_tokens.inc(length)
             metrics.request_prompt_tokens.observe(length)
@@ -262,10 +375,13 @@ class AnswerTimes:
             self._metrics.count_end(delta.finish)
             self._metrics.whole_s.observe(now - self._start)
             self._metrics.request_output_tokens.observe(self._tokens[delta.index])
+            self._observe_mean(delta.index)
+            if not self._open:
+                self._metrics.longest_output_tokens.observe(max(self._tokens))
 
     def passed(self, delta: TextDelta) -> None:
         """A delta that the client already has: neither timed nor counted."""
-        self._last[delta.index] = time.perf_counter()
+        self._first[delta.index] = self._last[delta.index] = time.perf_counter()
         self._open -= delta.finish is not None
 
     def close(self, reason: FinishReason) -> None:
@@ -275,11 +391,19 @@ class AnswerTimes:
         self._open = 0
 
     def _seen_tokens(self, index: int, count: int, now: float) -> None:
-        last = self._last[index]
+        last, metrics = self._last[index], self._metrics
         if last is None:
-            self._metrics.first_token_s.observe(now - self._start)
+            metrics.first_token_s.observe(now - self._start)
+            self._first[index] = now
         else:
-            self._metrics.per_token_s.observe((now - last) / count)
+            metrics.between_s.observe(now - last)
+            metrics.per_token_s.observe((now - last) / count)
+            self._timed[index] += count
         self._last[index] = now
         self._tokens[index] += count
-        self._metrics.count_tokens(count)
+        metrics.tokens_given += count
+
+    def _observe_mean(self, index: int) -> None:
+        first, last, tokens = self._first[index], self._last[index], self._timed[index]
+        if tokens and first is not None and last is not None:
+            self._metrics.mean_per_token_s.observe((last - first) / tokens)

@@ -13,16 +13,20 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import Enum, auto
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 from tokenizers import Tokenizer
 
+from baton.api.chat_template import read_template
 from baton.api.control_tokens import ControlTokenInText, ControlTokens
 from baton.api.detokenise import ByteDetokenizer, Detokenizer, WindowDetokenizer, pieces_of
 from baton.api.sampling_defaults import SamplingDefaults
 from baton.api.token_lengths import token_lengths
-from baton.core.errors import BatonError
+from baton.core.errors import BatonError, SetupError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 TEMPLATE_RESERVED = frozenset(
     [
@@ -58,6 +62,9 @@ _ASKS_FOR_CONTENT = re.compile(r"content(?:['\"]\])? is (?:not )?none", re.IGNOR
 _CONTENT_END = "\ue0c0end-of-content\ue0c1"
 """Where the content of a message ends in a rendered chat. The last one counts, so that a client may write it too."""
 
+REASON_CHARS_MAX = 300
+"""Of what a library says about a file."""
+
 
 class ChatEnding(Enum):
     """How the prompt of a chat ends."""
@@ -69,8 +76,8 @@ class ChatEnding(Enum):
     """With the content of the last message, which the answer goes on with."""
 
 
-class ModelTextError(BatonError):
-    """The folder does not hold what is needed to turn text into tokens."""
+class ModelTextError(SetupError):
+    """The folder does not hold what is needed to turn text into tokens; the message names the file."""
 
 
 class TemplateRefused(BatonError):
@@ -238,23 +245,9 @@ def _with_marked_end(messages: Sequence[Mapping[str, object]]) -> list[Mapping[s
     return [*messages[:-1], {**last, "content": f"{last['content']}{_CONTENT_END}"}]
 
 
-def read_template(template: str | Path) -> str:
-    """A path is read; a string is a path if it has no template syntax in it."""
-    if isinstance(template, str) and ("{{" in template or "{%" in template):
-        return template
-    try:
-        return Path(template).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelTextError(f"the chat template {str(template)!r} cannot be read: {error}") from None
-
-
 def load_text(folder: Path) -> ModelText:
-    # Imported here, as in `render_chat`: it takes seconds, and whoever loads a text may first choose what comes along.
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    wrapper = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    if not isinstance(wrapper, PreTrainedTokenizerFast):
-        raise ModelTextError(f"the tokenizer of {folder.name} has no tokenizer.json form; only those are served")
+    """Raises ModelTextError where the folder has no usable tokenizer."""
+    wrapper = _wrapper(folder)
     generation = _read_json(folder / "generation_config.json")
     config = _read_json(folder / "config.json")
     eos = _ids(generation.get("eos_token_id")) | _ids(config.get("eos_token_id")) | _ids(wrapper.eos_token_id)
@@ -271,10 +264,45 @@ def load_text(folder: Path) -> ModelText:
     )
 
 
+def _wrapper(folder: Path) -> PreTrainedTokenizerFast:
+    # Imported here, as in `render_chat`: it takes seconds, and whoever loads a text may first choose what comes along.
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        wrapper = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        # What the library raises over a strange folder is as many-fold as the strangeness, and names no file.
+        _check_files(folder)
+        raise ModelTextError(f"the tokenizer of {folder} cannot be loaded: {_first_line(error)}") from error
+    if not isinstance(wrapper, PreTrainedTokenizerFast):
+        raise ModelTextError(f"the tokenizer of {folder} has no tokenizer.json form; only those are served")
+    return wrapper
+
+
+def _check_files(folder: Path) -> None:
+    """Raises ModelTextError for the first file of a tokenizer that is broken by itself."""
+    file = folder / "tokenizer.json"
+    if file.is_file():
+        try:
+            Tokenizer.from_file(str(file))
+        except Exception as flaw:  # the library raises nothing narrower
+            raise ModelTextError(f"{file} is no usable tokenizer ({_first_line(flaw)}); download it again") from flaw
+    for name in ("config.json", "tokenizer_config.json"):
+        _read_json(folder / name)
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().partition("\n")[0]
+    return text[:REASON_CHARS_MAX] or type(error).__name__
+
+
 def _read_json(path: Path) -> dict[str, object]:
     if not path.is_file():
         return {}
-    content = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelTextError(f"{path} is no usable JSON file ({_first_line(error)}); download it again") from None
     return content if isinstance(content, dict) else {}
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from baton.api.auth import OPEN_PATHS
 from baton.api.messages.body import CountTokensBody, MessagesBody
 from baton.api.responses_api.body import ResponsesBody
 from baton.api.schema import ChatBody, CompletionBody, DetokenizeBody, RequestBody, TokenizeBody
@@ -87,6 +88,7 @@ def _answer(required: tuple[str, ...], properties: Mapping[str, Json]) -> Json:
 _TEXT: Json = {"type": "string"}
 _COUNT: Json = {"type": "integer", "minimum": 0}
 _IDS: Json = {"type": "array", "items": _COUNT}
+_OBJECTS: Json = {"type": "array", "items": {"type": "object"}}
 _MS: Json = {"type": "number", "minimum": 0}
 _BILL_COUNTS = ("cached_tokens", "computed_tokens", "recomputed_tokens", "restored_tokens", "preemptions", "attempts")
 _BILL_TIMES = ("queue_ms", "prefill_ms", "transfer_ms", "decode_ms")
@@ -154,31 +156,41 @@ _MODEL_ANSWER = _answer(("id", "object", "created", "owned_by"), {"id": _TEXT, "
 class RouteDescription:
     """One route: its responses, and its body where it has one."""
 
+    summary: str
     responses: dict[int | str, Json]
     extra: Json = field(default_factory=dict)
 
 
 def _described(
+    summary: str,
     answer: Json,
     errors: tuple[int, ...] = (),
     body: type[RequestBody] | None = None,
     streams: bool = False,
     error_shape: Json = _ERROR_REF,
+    parameters: tuple[Json, ...] = (),
 ) -> RouteDescription:
     content: Json = {"application/json": {"schema": answer}}
     if streams:
         content["text/event-stream"] = {"schema": _answer(("data",), {"data": _TEXT})}
     extra: Json = {}
+    if parameters:
+        extra["parameters"] = list(parameters)
     if body is not None:
         schema = {"$ref": _REF.format(model=body.__name__)}
-        extra = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-    return RouteDescription({200: {"description": "Done", "content": content}, **_errors(*errors, shape=error_shape)}, extra)
+        extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    return RouteDescription(
+        summary, {200: {"description": "Done", "content": content}, **_errors(*errors, shape=error_shape)}, extra
+    )
 
 
 _GENERATE_ERRORS = (400, 403, 404, 409, 413, 415, 421, 422, 429, 503)
-CHAT = _described(_CHAT_ANSWER, _GENERATE_ERRORS, ChatBody, streams=True)
-RESPONSES = _described(_RESPONSES_ANSWER, _GENERATE_ERRORS, ResponsesBody, streams=True)
+CHAT = _described("Continue a chat (OpenAI)", _CHAT_ANSWER, _GENERATE_ERRORS, ChatBody, streams=True)
+RESPONSES = _described(
+    "Continue a chat (OpenAI's Responses)", _RESPONSES_ANSWER, _GENERATE_ERRORS, ResponsesBody, streams=True
+)
 MESSAGES = _described(
+    "Continue a chat (Anthropic's Messages)",
     _MESSAGES_ANSWER,
     _GENERATE_ERRORS,
     MessagesBody,
@@ -186,33 +198,58 @@ MESSAGES = _described(
     error_shape=_MESSAGES_ERROR,
 )
 COUNT_TOKENS = _described(
+    "Count the tokens of a Messages body",
     _answer(("input_tokens",), {"input_tokens": _COUNT}),
     (400, 403, 404, 413, 415, 503),
     CountTokensBody,
     error_shape=_MESSAGES_ERROR,
 )
-COMPLETION = _described(_COMPLETION_ANSWER, _GENERATE_ERRORS, CompletionBody, streams=True)
-MODELS = _described(_answer(("object", "data"), {"data": {"type": "array", "items": _MODEL_ANSWER}}))
-MODEL = _described(_MODEL_ANSWER, (404,))
-CANCEL = _described(_answer(("id", "object", "cancelled"), {"id": _TEXT, "cancelled": {"const": True}}), (404,))
+COMPLETION = _described("Continue a text (OpenAI)", _COMPLETION_ANSWER, _GENERATE_ERRORS, CompletionBody, streams=True)
+MODELS = _described("What is served", _answer(("object", "data"), {"data": {"type": "array", "items": _MODEL_ANSWER}}))
+MODEL = _described("One model", _MODEL_ANSWER, (404,))
+CANCEL = _described(
+    "Cancel a request by its X-Request-Id",
+    _answer(("id", "object", "cancelled"), {"id": _TEXT, "cancelled": {"const": True}}),
+    (404,),
+)
 RESUME = _described(
+    "Go on reading an answer after its router was lost",
     {"anyOf": [_CHAT_ANSWER, _COMPLETION_ANSWER, _RESPONSES_ANSWER, _MESSAGES_ANSWER]},
     (400, 404, 409, 410, 503),
     streams=True,
+    parameters=tuple(
+        {"name": name, "in": place, "required": False, "schema": _TEXT, "description": "The last event id that was read"}
+        for name, place in (("Last-Event-ID", "header"), ("last_event_id", "query"))
+    ),
 )
 TOKENIZE = _described(
+    "Token ids of a text or a chat",
     _answer(("count", "tokens", "max_model_len"), {"count": _COUNT, "tokens": _IDS, "max_model_len": _COUNT}),
     (400, 403, 404, 413, 415, 503),
     TokenizeBody,
 )
-DETOKENIZE = _described(_answer(("prompt",), {"prompt": _TEXT}), (400, 403, 404, 413, 415, 503), DetokenizeBody)
+DETOKENIZE = _described(
+    "Text of token ids", _answer(("prompt",), {"prompt": _TEXT}), (400, 403, 404, 413, 415, 503), DetokenizeBody
+)
 ABOUT = _described(
+    "What this is",
     _answer(("name", "about", "paths"), {"name": _TEXT, "about": _TEXT, "paths": {"type": "object"}}),
 )
-VERSION = _described(_answer(("version",), {"version": _TEXT}))
-HEALTH = _described(_answer(("status",), {"status": _TEXT}), (503,))
+VERSION = _described("The version", _answer(("version",), {"version": _TEXT}))
+INSTANCES = _described(
+    "The instances of this router, and the latest events",
+    _answer(("object", "data", "events"), {"object": {"const": "list"}, **dict.fromkeys(("data", "events"), _OBJECTS)}),
+)
+DRAIN = _described(
+    "Give an instance nothing new; it ends when it is empty",
+    _answer(("name", "object", "draining"), {"name": _TEXT, "draining": {"const": True}, "warning": _TEXT}),
+    (404,),
+)
+HEALTH = _described("Whether the engine makes progress", _answer(("status",), {"status": _TEXT}), (503,))
+READY = _described("Whether requests are taken", _answer(("status",), {"status": _TEXT}), (503,))
 METRICS = RouteDescription(
-    {200: {"description": "Prometheus text format", "content": {"text/plain": {"schema": _TEXT}}}, **_errors()}
+    "Metrics for Prometheus",
+    {200: {"description": "Prometheus text format", "content": {"text/plain": {"schema": _TEXT}}}, **_errors()},
 )
 
 
@@ -222,15 +259,29 @@ def install(app: FastAPI, secured: bool) -> None:
     def describe() -> Json:
         if app.openapi_schema is None:
             schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            _without_unused_errors(schema)
             components = schema.setdefault("components", {})
             components.setdefault("schemas", {}).update(_components())
             if secured:
                 components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
                 schema["security"] = [{"key": []}]
+                for path in OPEN_PATHS & schema["paths"].keys():
+                    for operation in schema["paths"][path].values():
+                        operation["security"] = []
             app.openapi_schema = schema
         return app.openapi_schema
 
     app.openapi = describe  # type: ignore[method-assign]
+
+
+def _without_unused_errors(schema: Json) -> None:
+    """FastAPI describes a 422 of its own for each parameter; ours are texts, and a bad one is a 400."""
+    for operations in schema["paths"].values():
+        for operation in operations.values():
+            if "HTTPValidationError" in str(operation["responses"].get("422", "")):
+                del operation["responses"]["422"]
+    for name in ("HTTPValidationError", "ValidationError"):
+        schema.get("components", {}).get("schemas", {}).pop(name, None)
 
 
 def _components() -> Json:

@@ -15,6 +15,7 @@ from msgspec import Meta
 from baton.core.errors import BatonError
 
 ORIGIN_BODY_BYTES_MAX = 6 << 20
+TRACE_CHARS_MAX = 128
 _INT63_MAX = 2**63 - 1
 
 
@@ -32,13 +33,16 @@ class OriginalRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, a
     """Seed used when the body has none."""
     arrived_us: Annotated[int, Meta(ge=0, le=_INT63_MAX)]
     """Unix time at which this front end took it: its place in line everywhere."""
+    trace: Annotated[str, Meta(max_length=TRACE_CHARS_MAX)] = ""
+    """The trace it belongs to (`api.tracing.trace_context.CarriedTrace`); empty where none is made."""
 
     @property
     def created_s(self) -> int:
         return self.arrived_us // 1_000_000
 
     def encode(self) -> bytes:
-        return _encoder.encode(self)
+        """Without a trace it is left out, so that routers of before there were traces read the rest."""
+        return _encoder.encode(self if self.trace else msgspec.structs.astuple(self)[:-1])
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -54,6 +54,7 @@ from baton.api.stop_strings import StopScanner
 from baton.api.submissions import RequestOwner, RequestRules, group_of, max_tokens_of, over_context, prompt_logprobs_of
 from baton.api.text_reader import ChoiceReader
 from baton.api.tool_fields import Tool, is_forced, offered_tools
+from baton.api.tracing.request_trace import AskedParameters
 from baton.api.wanted_constraints import PreparedConstraint, chat_constraint, completion_constraint
 from baton.core.bounds import BAD_WORD_TOKENS_MAX
 from baton.core.engine.request import Constraint, FinishReason, Submission
@@ -83,8 +84,17 @@ class PreparedRequest:
     """Cost of what the answer repeats of its prompts."""
     over: Mapping[int, FinishReason]
     """Of a continued answer: the choices that are complete already, which are not in the group."""
+    asked: AskedParameters
+    """For its trace."""
     constraint: PreparedConstraint | None = None
     """To be compiled and given to the group before it is submitted."""
+    client: str = "-"
+    """The address that the request came from, for the log."""
+
+    @property
+    def n(self) -> int:
+        """Choices of each prompt."""
+        return len(self.readers) // len(self.prompt_ids)
 
     def constrained(self, constraint: Constraint | None) -> PreparedRequest:
         """With this constraint in each submission."""
@@ -153,7 +163,7 @@ class RequestPreparer:
         (prompt,) = prompt_tables(body, prompt_ids)
         readers = partial(self._chat_readers, body, group, bool(tools), begins_inside, answers, parser, prompt)
         begun = begin(body, group, readers, rules.info)
-        return _prepared(body, origin, now_s, begun, prompt_ids, writer(heading, prompt), constraint)
+        return _prepared(body, origin, now_s, begun, prompt_ids, heading, writer(heading, prompt), constraint)
 
     def _answers(self, body: ChatBody) -> AnswerFormat:
         """How this answer is written. A call that is forced on a model without a form that can be constrained is a JSON
@@ -190,7 +200,8 @@ class RequestPreparer:
         ]
         readers = partial(self._readers, body, group, prompt_ids, shown)
         writer = CompletionWriter(heading, self.text.piece, body.logprobs is not None, shown)
-        return _prepared(body, origin, now_s, begin(body, group, readers, rules.info), prompt_ids, writer, constraint)
+        begun = begin(body, group, readers, rules.info)
+        return _prepared(body, origin, now_s, begun, prompt_ids, heading, writer, constraint)
 
     def _offered(self, body: ChatBody) -> list[Tool]:
         """The tools that the model is told of."""
@@ -388,6 +399,7 @@ def _prepared(
     now_s: float,
     begun: BegunChoices,
     prompt_ids: Sequence[Sequence[int]],
+    heading: ResponseHeader,
     writer: ResponseWriter,
     constraint: PreparedConstraint | None,
 ) -> PreparedRequest:
@@ -406,7 +418,26 @@ def _prepared(
         prompt_field=body.prompt_field,
         prompt_units=prompt_units_of(body, prompt_ids),
         over=begun.over,
+        asked=_asked(body, heading),
         constraint=constraint,
+    )
+
+
+def _asked(body: ChatBody | CompletionBody, heading: ResponseHeader) -> AskedParameters:
+    return AskedParameters(
+        operation="chat" if isinstance(body, ChatBody) else "text_completion",
+        model=body.model,
+        response_id=heading.id,
+        response_model=heading.model,
+        stream=bool(body.stream),
+        choices=heading.n,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        max_tokens=max_tokens_of(body),
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        seed=body.seed,
     )
 
 

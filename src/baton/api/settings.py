@@ -8,10 +8,10 @@ from pathlib import Path
 from baton.api.auth import why_not_keys
 from baton.api.parsers.choosing import ReasoningParserChoice, ToolParserChoice
 from baton.api.sampling_defaults import SamplingDefaults
-from baton.core.errors import BatonError
+from baton.core.errors import SetupError
 
 
-class BadApiSettings(BatonError):
+class BadApiSettings(SetupError):
     """An invalid setting of the HTTP API."""
 
 
@@ -21,6 +21,8 @@ class ApiSettings:
     """The first is shown in answers; a request may use any of them."""
     api_keys: tuple[str, ...] = ()
     """Empty: no authentication, one tenant. Keys written `GROUP:KEY` share KV within the group."""
+    metrics_keys: tuple[str, ...] = field(default=(), repr=False)
+    """Keys that open `/metrics`; empty: every API key does."""
     body_bytes_max: int = 4 << 20
     chat_template: str | Path | None = None
     """Overrides the model's own: a path to a template, or the template itself."""
@@ -47,6 +49,8 @@ class ApiSettings:
         reason = why_not_keys(self.api_keys)
         if reason is not None:
             raise BadApiSettings(reason)
+        if any(key.split() != [key] for key in self.metrics_keys):
+            raise BadApiSettings("the metrics key is empty or has white space in it")
         if self.body_bytes_max < 1:
             raise BadApiSettings("body_bytes_max must be at least 1")
         if min(self.request_cost_max, self.key_cost_max) < 1 or not 0 < self.key_share <= 1:

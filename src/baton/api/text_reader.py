@@ -21,6 +21,7 @@ from baton.api.parsers.parts import AnswerParser, AnswerPart, CallBegun
 from baton.api.prompt_logprobs import PromptTable
 from baton.api.reasoning_tokens import ReasoningCounter
 from baton.api.stop_strings import StopScanner
+from baton.api.tracing.stage_notes import ChoiceHistory
 from baton.core.engine.ended import Bill
 from baton.core.engine.request import FinishReason
 from baton.core.errors import InvariantViolated
@@ -83,6 +84,8 @@ class ChoiceReader:
         """The bill; None until the engine has reported the end, which may be after the last text."""
         self.places: tuple[str, ...] = ()
         """Names of the instances that ran it, set with the bill."""
+        self.history: ChoiceHistory | None = None
+        """What was noted of it, for its trace; set with the bill."""
         self.finish: FinishReason | None = None
         self.stopped_by_string = False
         self._detokenizer = detokenizer

@@ -16,7 +16,7 @@ import contextlib
 import random
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +44,7 @@ JITTER_S = 0.5
 AFTER_FAILURE_S = 0.2
 """Pause of a client after a failed request, since it may fail at once and every failure is recorded."""
 SHOWN_DIFFERENCES = 20
+UNCONSTRAINED = "without a constraint"
 
 
 class ChaosFailed(Exception):
@@ -95,6 +96,8 @@ class ChaosReport(msgspec.Struct, frozen=True):
     """Longest gap of each stream, in seconds."""
     moved_gaps_s: Distribution | None
     """Longest gap of each stream that moved, in seconds."""
+    gaps_by_kind_s: dict[str, Distribution]
+    """Longest gap of each stream, by its kind of constraint."""
     held: dict[str, int]
     """Suspicions of the router that a fault explains."""
     false: list[str]
@@ -119,6 +122,7 @@ class ChaosTally:
     moves: int = 0
     gaps_s: list[float] = field(default_factory=list)
     moved_gaps_s: list[float] = field(default_factory=list)
+    gaps_by_kind_s: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     differences: list[str] = field(default_factory=list)
     constrained: ConstraintCounts = field(default_factory=ConstraintCounts)
 
@@ -131,6 +135,8 @@ class ChaosTally:
             self.gaps_s.append(answer.longest_gap_s)
             if answer.moved:
                 self.moved_gaps_s.append(answer.longest_gap_s)
+            kind = UNCONSTRAINED if case.constraint is None else str(case.constraint.kind)
+            self.gaps_by_kind_s[kind].append(answer.longest_gap_s)
         about = f"case {case.number} ({case.path})"
         self.differences += [f"{about}: {what}" for what in found]
         if case.constraint is not None:
@@ -148,7 +154,7 @@ class ChaosProgress:
 
 async def run_chaos(options: ChaosOptions, progress: ChaosProgress) -> ChaosReport:
     with _model(options, progress) as model:
-        async with open_http(options.concurrency + 8) as http:
+        async with open_http(options.concurrency + 8, tls=False) as http:
             progress.doing("starting the fleet")
             roles = ("--prefill", options.prefill, "--decode", options.decode, "--mixed", options.mixed)
             command = (*model, *map(str, roles), "--restart-delay-max", "0.2", "--drain-timeout", "10")
@@ -324,6 +330,7 @@ class _Chaos:
             constrained=tally.constrained,
             gaps_s=describe(tally.gaps_s),
             moved_gaps_s=describe(tally.moved_gaps_s),
+            gaps_by_kind_s={kind: found for kind, gaps in tally.gaps_by_kind_s.items() if (found := describe(gaps))},
             held=dict(Counter(said.what for said in held if self._faults.explain(said))),
             false=[f"{said.name} {said.what}: {said.why}" for said in held if not self._faults.explain(said)],
             cut_short=cut_short,

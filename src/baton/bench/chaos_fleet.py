@@ -22,7 +22,7 @@ from baton.node.baton_command import baton_command
 
 LOOK_EVERY_S = 0.1
 START_S_MAX = 300.0
-_API = re.compile(r"^\s*API\s+(http://\S+)/v1\s*$", re.MULTILINE)
+_API = re.compile(r"^\s*API\s+(https?://\S+)/v1\s*$", re.MULTILINE)
 
 
 class FleetLost(Exception):

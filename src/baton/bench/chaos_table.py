@@ -28,6 +28,8 @@ def show(console: Console, report: ChaosReport) -> None:
     table.add_section()
     table.add_row("longest gap of a stream, p50 / p99 / max", _seconds(report.gaps_s))
     table.add_row("  of one that moved", _seconds(report.moved_gaps_s))
+    for kind, gaps in sorted(report.gaps_by_kind_s.items()):
+        table.add_row(f"  {kind}", _seconds(gaps))
     table.add_section()
     for what, count in sorted(report.held.items()):
         table.add_row(f"{what}, with a reason", str(count))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -33,6 +34,10 @@ class ServerUnreachable(Exception):
 
 class KeyWanted(ServerUnreachable):
     """The server wants another API key."""
+
+
+class Untrusted(ServerUnreachable):
+    """The server's certificate is not trusted, or is for another name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,6 +369,10 @@ async def first_model(http: aiohttp.ClientSession, url: str, api_key: str | None
             body = await response.read()
     except TimeoutError:
         raise ServerUnreachable(f"{address} did not answer within {timeout_s:g} s") from None
+    except aiohttp.ClientConnectorCertificateError as error:
+        raise Untrusted(f"the certificate of {url} is not trusted: {error.certificate_error}") from error
+    except aiohttp.ClientSSLError as error:
+        raise ServerUnreachable(f"no server speaks TLS at {url}: {error.os_error}") from error
     except aiohttp.ClientConnectorError as error:
         reason = os.strerror(error.os_error.errno) if error.os_error.errno else str(error.os_error)
         raise ServerUnreachable(f"no server answers at {url}: {reason}") from error
@@ -382,10 +391,11 @@ async def first_model(http: aiohttp.ClientSession, url: str, api_key: str | None
     return models[0].id
 
 
-def open_http(connections_max: int) -> aiohttp.ClientSession:
-    """A session with a connection limit. Timeouts are set per request."""
+def open_http(connections_max: int, tls: ssl.SSLContext | bool | None = None) -> aiohttp.ClientSession:
+    """A session with a connection limit. Timeouts are set per request. For https, `tls` is what is trusted: None what
+    the system trusts, False everything."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=connections_max, force_close=False),
+        connector=aiohttp.TCPConnector(limit=connections_max, force_close=False, ssl=True if tls is None else tls),
         timeout=aiohttp.ClientTimeout(total=None, connect=None, sock_connect=30.0, sock_read=None),
         read_bufsize=2**18,
     )

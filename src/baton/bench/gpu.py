@@ -20,6 +20,7 @@ from pathlib import Path
 from baton.bench.gpu_part_processes import ALL_S, PartLimits, do_parts, own_command
 from baton.bench.gpu_report import GpuReport, markdown_of, merged, read_report, table_of, write_report
 from baton.core.errors import BatonError
+from baton.executor.torch_build import need_torch
 
 SHAPE, ATTENTION, BLOCK_SIZE = "qwen3-8b", "auto", 16
 DONE, MISSED, WRONG = 0, 1, 2
@@ -65,6 +66,7 @@ def exit_code(report: GpuReport) -> int:
 
 
 def _measure(options: GpuOptions, say: Callable[[str], None]) -> GpuReport:
+    need_torch()
     # Imported here because it imports torch, which showing a report does not need.
     from baton.bench.gpu_parts import PARTS, need_device, parts_named
 

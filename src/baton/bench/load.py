@@ -7,6 +7,7 @@ Owns concurrency and time, and collects `RunResult`. Bounded everywhere: session
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -52,6 +53,8 @@ class LoadPlan:
     seconds_max: float = 3600.0
     warmup: int = 0
     """Requests of 16 tokens in, 4 out, that are sent first and not measured."""
+    tls: ssl.SSLContext | None = None
+    """As `open_http` has it."""
 
 
 @dataclass(slots=True)
@@ -137,7 +140,7 @@ async def run_load(
 ) -> RunResult:
     """Send all sessions and wait for the answers. Request failures are in the records; only caller errors raise."""
     connections = plan.loop.concurrency if isinstance(plan.loop, ClosedLoopRate) else plan.loop.outstanding_max
-    async with open_http(connections) as http:
+    async with open_http(connections, plan.tls) as http:
         await _warm_up(plan, http)
         run = _Run(plan, http, progress)
         try:

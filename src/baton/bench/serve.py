@@ -6,6 +6,7 @@ measured something else is worse than none.
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -171,7 +172,7 @@ def loop_of(options: ServeOptions) -> Loop:
     return ClosedLoopRate(options.concurrency or CONCURRENCY_DEFAULT)
 
 
-def plan_of(options: ServeOptions, model: str, api_key: str | None) -> LoadPlan:
+def plan_of(options: ServeOptions, model: str, api_key: str | None, tls: ssl.SSLContext | None = None) -> LoadPlan:
     return LoadPlan(
         target=TargetServer(options.url, model, options.endpoint, api_key, options.timeout_s),
         loop=loop_of(options),
@@ -179,6 +180,7 @@ def plan_of(options: ServeOptions, model: str, api_key: str | None) -> LoadPlan:
         ask=BenchRequest(options.temperature, options.ignore_eos, options.verify_tokens, options.retry),
         seconds_max=options.max_seconds,
         warmup=options.warmup,
+        tls=tls,
     )
 
 

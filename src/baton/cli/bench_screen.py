@@ -19,7 +19,8 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from baton.node.models import ModelUnavailable, resolve_model
+from baton.core.errors import BatonError
+from baton.node.models import resolve_model
 
 PIPE_COLUMNS = 150
 
@@ -44,7 +45,7 @@ def refuse(console: Console, error: Exception) -> typer.Exit:
 def model_folder(console: Console, model: str) -> Path:
     try:
         return resolve_model(model, console.print)
-    except ModelUnavailable as error:
+    except BatonError as error:
         raise refuse(console, error) from error
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +20,7 @@ from baton.bench.serve import BadOptions, ServeOptions, Workload, plan_of, prepa
 from baton.bench.traces import TraceMalformed
 from baton.bench.workload import Endpoint, TokenRange
 from baton.cli.bench_screen import progress_bar, refuse, wide_console
+from baton.cli.server_trust import CaCert, trusting
 
 LOAD, LENGTHS, SESSIONS, LIMITS = "Load", "Lengths and prompts", "Sessions and shared prefixes", "Limits and output"
 
@@ -68,6 +71,16 @@ PlotFile = Annotated[
 ]
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is asked for, and how its server is trusted."""
+
+    model: str | None
+    """None: the first that the server lists."""
+    api_key: str | None
+    tls: ssl.SSLContext | None
+
+
 def serve(
     url: Url = "http://127.0.0.1:8000",
     model: Model = None,
@@ -101,6 +114,7 @@ def serve(
     allow_errors: AllowErrors = False,
     json_file: JsonFile = None,
     plot_file: PlotFile = None,
+    cacert: CaCert = None,
 ) -> None:
     """Load an OpenAI-compatible server and report latency and throughput.
 
@@ -115,7 +129,7 @@ def serve(
         skip_longer_than, smear, sessions, rounds, think_ms, shared_prefix_tokens, prefix_groups, _id_range(id_range),
         temperature, ignore_eos, verify_tokens, retry, timeout_s, max_seconds, warmup, seed,
     )  # fmt: skip
-    if _measure(options, model, api_key, json_file, plot_file) and not allow_errors:
+    if _measure(options, Asked(model, api_key, trusting(cacert)), json_file, plot_file) and not allow_errors:
         raise typer.Exit(1)
 
 
@@ -126,17 +140,15 @@ def _id_range(text: str) -> TokenRange:
     return TokenRange(int(low), int(high))
 
 
-def _measure(
-    options: ServeOptions, model: str | None, api_key: str | None, json_file: Path | None, plot_file: Path | None
-) -> bool:
+def _measure(options: ServeOptions, asked: Asked, json_file: Path | None, plot_file: Path | None) -> bool:
     """Run the load and print the report. True when requests failed."""
     console = wide_console()
     try:
         if plot_file is not None:
             require_matplotlib()
         workload = prepare(options)
-        name = model or asyncio.run(_ask_model(options.url, api_key))
-        result = _run(console, workload, name, api_key)
+        name = asked.model or asyncio.run(_ask_model(options.url, asked))
+        result = _run(console, workload, name, asked)
     except (BadOptions, TraceMalformed, PlotUnavailable) as error:
         raise refuse(console, error) from error
     except ServerUnreachable as error:
@@ -152,12 +164,12 @@ def _measure(
     return summary.counts.failed > 0
 
 
-async def _ask_model(url: str, api_key: str | None) -> str:
-    async with open_http(1) as http:
-        return await first_model(http, url, api_key)
+async def _ask_model(url: str, asked: Asked) -> str:
+    async with open_http(1, asked.tls) as http:
+        return await first_model(http, url, asked.api_key)
 
 
-def _run(console: Console, workload: Workload, model: str, api_key: str | None) -> RunResult:
+def _run(console: Console, workload: Workload, model: str, asked: Asked) -> RunResult:
     if workload.skipped:
         console.print(f"{workload.skipped:,} traced requests are longer than --skip-longer-than and are left out.")
     if workload.smeared:
@@ -169,4 +181,5 @@ def _run(console: Console, workload: Workload, model: str, api_key: str | None) 
             elapsed_s = bar.tasks[0].elapsed or 0.0
             bar.update(task, advance=done, rate=f"{tokens / elapsed_s:,.0f} tokens/s" if elapsed_s else "")
 
-        return asyncio.run(run_load(plan_of(workload.options, model, api_key), workload.sessions(), advance))
+        plan = plan_of(workload.options, model, asked.api_key, asked.tls)
+        return asyncio.run(run_load(plan, workload.sessions(), advance))

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import importlib
 import signal
+import ssl
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,9 +23,19 @@ import msgspec
 import typer
 from rich.console import Console
 
-from baton.bench.client import MESSAGE_CHARS_MAX, NULL, KeyWanted, ServerUnreachable, StreamChunk, first_model, open_http
+from baton.bench.client import (
+    MESSAGE_CHARS_MAX,
+    NULL,
+    KeyWanted,
+    ServerUnreachable,
+    StreamChunk,
+    Untrusted,
+    first_model,
+    open_http,
+)
 from baton.bench.sse import SseOverflow, SseParser
 from baton.bench.workload import ChatMessageText
+from baton.cli.server_trust import CaCert, trusting
 
 PIPED_CHARS_MAX = 4_000_000
 ANSWER_LIMIT_S = 3600.0
@@ -57,6 +68,7 @@ class ChatServer:
     api_key: str | None
     temperature: float | None
     max_tokens: int | None
+    tls: ssl.SSLContext | None = None
 
     @property
     def headers(self) -> dict[str, str]:
@@ -109,7 +121,7 @@ async def stream_answer(server: ChatServer, messages: list[ChatMessageText], ans
     try:
         async with (
             asyncio.timeout(ANSWER_LIMIT_S),
-            open_http(1) as http,
+            open_http(1, server.tls) as http,
             http.post(address, data=server.body(messages), headers=headers) as response,
         ):
             if response.status != 200:
@@ -247,14 +259,16 @@ def _answer_once(server: ChatServer, system: str | None, question: str) -> None:
     errors.print(answer.figures(), style="dim", markup=False, highlight=False)
 
 
-async def _find_model(url: str, api_key: str | None) -> str:
-    async with open_http(1) as http:
+async def _find_model(url: str, api_key: str | None, tls: ssl.SSLContext | None) -> str:
+    async with open_http(1, tls) as http:
         return await first_model(http, url, api_key)
 
 
 def _advice(error: ServerUnreachable) -> str:
     if isinstance(error, KeyWanted):
         return "Give it with --api-key or OPENAI_API_KEY"
+    if isinstance(error, Untrusted):
+        return "Give the CA that signed it with --cacert FILE or SSL_CERT_FILE, and the name it is for in --url"
     return "Start a server with: baton serve smollm2   (or say where one is with --url)"
 
 
@@ -265,17 +279,18 @@ def chat(
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0.0, max=2.0, help="Default: the server's.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.")] = 1024,
+    cacert: CaCert = None,
 ) -> None:
     """Talk to a running server. Piped input is answered once: echo "What is a baton?" | baton chat"""
-    console = Console()
+    console, tls = Console(), trusting(cacert)
     try:
-        found = asyncio.run(_find_model(url, api_key))
+        found = asyncio.run(_find_model(url, api_key, tls))
     except ServerUnreachable as error:
         errors = Console(stderr=True)
         errors.print(str(error), style="red", markup=False, highlight=False)
         errors.print(_advice(error), markup=False)
         raise typer.Exit(1) from error
-    server = ChatServer(url, model or found, api_key, temperature, max_tokens)
+    server = ChatServer(url, model or found, api_key, temperature, max_tokens, tls)
     if sys.stdin.isatty():
         # A shell that starts us in the background leaves Ctrl-C ignored; at a terminal it means "stop this answer".
         signal.signal(signal.SIGINT, signal.default_int_handler)

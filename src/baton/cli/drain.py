@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import ssl
 import time
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -13,6 +14,7 @@ import typer
 from rich.console import Console
 
 from baton.cli.options import option
+from baton.cli.server_trust import CaCert, trusting
 from baton.core.errors import BatonError
 
 console = Console(stderr=True, highlight=False)
@@ -32,19 +34,24 @@ class CannotDrain(BatonError):
 class RouterUrl:
     """The router's API calls of this command."""
 
-    def __init__(self, url: str, api_key: str | None) -> None:
+    def __init__(self, url: str, api_key: str | None, tls: ssl.SSLContext | None) -> None:
         self._parts = urlsplit(url)
         if self._parts.scheme not in ("http", "https") or not self._parts.hostname:
             raise CannotDrain(f"{url} is not an address such as http://127.0.0.1:8000")
+        self._tls = tls
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
     def call(self, method: str, path: str) -> Any:
-        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
-        connection = kind(self._parts.hostname or "", self._parts.port, timeout=30)
+        connection = self._connection()
         try:
             connection.request(method, self._parts.path.rstrip("/") + path, headers=self._headers)
             response = connection.getresponse()
             answer = json.loads(response.read())
+        except ssl.SSLCertVerificationError as error:
+            advice = "give its CA with --cacert or SSL_CERT_FILE"
+            raise CannotDrain(
+                f"the certificate of {self._parts.netloc} is not trusted: {error.verify_message}; {advice}"
+            ) from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise CannotDrain(f"no router answers at {self._parts.netloc}: {error}") from None
         finally:
@@ -53,15 +60,23 @@ class RouterUrl:
             raise CannotDrain(answer.get("error", {}).get("message", f"the router answered {response.status}"))
         return answer
 
+    def _connection(self) -> http.client.HTTPConnection:
+        host, port = self._parts.hostname or "", self._parts.port
+        if self._parts.scheme == "https":
+            return http.client.HTTPSConnection(host, port, timeout=30, context=self._tls)
+        return http.client.HTTPConnection(host, port, timeout=30)
 
-def drain(name: Name, url: Url = "http://127.0.0.1:8000", api_key: ApiKey = None, wait: Wait = True) -> None:
+
+def drain(
+    name: Name, url: Url = "http://127.0.0.1:8000", api_key: ApiKey = None, wait: Wait = True, cacert: CaCert = None
+) -> None:
     """Empty an instance: its router gives it nothing new, and it ends when it has finished what it has.
 
     [dim]baton drain decode-1[/dim] waits until it is gone; what is still open after the router's --drain-timeout goes on at
     another instance. An instance of [dim]baton up[/dim] is started again when it has ended.
     """
     try:
-        at = RouterUrl(url, api_key)
+        at = RouterUrl(url, api_key, trusting(cacert))
         life = _life_of(at, name)
         answer = at.call("POST", f"/v1/instances/{quote(name, safe='')}/drain")
         if "warning" in answer:

@@ -20,6 +20,7 @@ COMMANDS = {
     "bench": "baton.cli.bench:bench_app",
     "sim": "baton.cli.sim:sim_app",
     "store": "baton.cli.store:store_app",
+    "models": "baton.cli.models:models_app",
 }
 
 app = typer.Typer(

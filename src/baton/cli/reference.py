@@ -1,4 +1,4 @@
-"""`python -m baton.cli.reference FOLDER`: writes options.md and metrics.md, from the commands and the collectors themselves.
+"""`python -m baton.cli.reference FOLDER`: writes its PAGES, from the commands, collectors, bodies and errors themselves.
 
 Without a folder it writes docs/reference of the checkout.
 """
@@ -6,20 +6,24 @@ Without a folder it writes docs/reference of the checkout.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import typer
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge
 
+from baton.api.metric_names import COUNTERPARTS
 from baton.api.metrics import Metrics
+from baton.api.tracing.span_counts import SpanCounts
 from baton.cli.main import app
+from baton.cli.reference_errors import errors_page
+from baton.cli.reference_fields import fields_page
 from baton.core.routing.config import RouterConfig
 from baton.core.routing.router import Router
-from baton.router.dashboard_state import RouterState
+from baton.node.dashboard_state import DashboardState
 from baton.router.fleet_engine import FleetEngine
 from baton.router.fleet_log import FleetEventLog
 from baton.router.instance_connections import InstanceConnections
@@ -59,6 +63,8 @@ class MetricRow:
     kind: str
     labels: tuple[str, ...]
     help: str
+    theirs: tuple[str, ...] = ()
+    """vLLM's names for it."""
 
 
 def option_rows() -> Iterator[OptionRow]:
@@ -116,12 +122,14 @@ def _text(value: Any) -> str:
     return str(value.value if isinstance(value, Enum) else value)
 
 
-def router_parts(vocabulary: int = 320) -> tuple[FleetEngine, InstanceConnections, Metrics, RouterState]:
+def router_parts(vocabulary: int = 320) -> tuple[FleetEngine, InstanceConnections, Metrics, DashboardState]:
     """A router without instances, which has every metric."""
     sessions = InstanceConnections(RouterSessions(Router(RouterConfig(), bytes(16), 1), "router"), bytes(32), "router")
-    state = RouterState(0)
+    state = DashboardState(0)
     engine = FleetEngine(sessions, state, vocabulary)
-    return engine, sessions, Metrics(engine, "model"), state
+    metrics = Metrics(engine, "model")
+    metrics.add(SpanCounts())
+    return engine, sessions, metrics, state
 
 
 def metric_rows() -> tuple[list[MetricRow], list[MetricRow]]:
@@ -133,17 +141,17 @@ def metric_rows() -> tuple[list[MetricRow], list[MetricRow]]:
 
 
 def _rows_of(collector: Any) -> list[MetricRow]:
-    if isinstance(collector, Counter | Gauge | Histogram):
-        labels = tuple(collector._labelnames)
-        return [MetricRow(_full(one.name, one.type), one.type, labels, one.documentation) for one in collector.collect()]
-    return [_family(one) for one in collector.collect()]
+    if isinstance(collector, Counter | Gauge):
+        return [_family(one, tuple(collector._labelnames)) for one in collector.collect()]
+    # A gauge without labels has no such list.
+    return [_family(one, tuple(getattr(one, "_labelnames", ()))) for one in collector.collect()]
 
 
-def _family(family: Any) -> MetricRow:
-    labels = tuple(getattr(family, "_labelnames", ()))  # as above; a gauge without labels has no such list
+def _family(family: Any, labels: tuple[str, ...]) -> MetricRow:
     if family.type == "info":
         labels += tuple(name for sample in family.samples for name in sample.labels if name not in labels)
-    return MetricRow(_full(family.name, family.type), family.type, labels, family.documentation)
+    theirs = tuple(_full(name, family.type) for name in COUNTERPARTS.get(family.name, ()))
+    return MetricRow(_full(family.name, family.type), family.type, labels, family.documentation, theirs)
 
 
 def _full(name: str, kind: str) -> str:
@@ -216,6 +224,10 @@ def _code(text: str | None) -> str:
     return f"`{text}`" if text else ""
 
 
+def _codes(texts: Sequence[str]) -> str:
+    return ", ".join(map(_code, texts))
+
+
 def _value(row: OptionRow) -> str:
     if row.choices:
         return ", ".join(f"`{choice}`" for choice in row.choices)
@@ -234,17 +246,36 @@ def _cell(text: str) -> str:
 
 def metrics_page() -> str:
     both, router = metric_rows()
-    parts = ["# Metrics", GENERATED, "At `/metrics`, in the text format of Prometheus."]
+    parts = [
+        "# Metrics",
+        GENERATED,
+        "At `/metrics`, in the text format of Prometheus. With `--metrics-names vllm`, what has a name in the last column "
+        "is shown under it, with the label `engine` as well; with `both`, under ours too.",
+    ]
     for heading, rows in (("Of instances and routers", both), ("Of a router alone", router)):
         lines = [
-            f"| `{row.name}` | {row.kind} | {', '.join(f'`{label}`' for label in row.labels)} | {_cell(row.help)} |"
+            f"| `{row.name}` | {row.kind} | {_codes(row.labels)} | {_cell(row.help)} | {_codes(row.theirs)} |"
             for row in rows
         ]
-        parts += [f"## {heading}", "\n".join(("| Name | Type | Labels | Meaning |", "|---|---|---|---|", *lines))]
+        head = ("| Name | Type | Labels | Meaning | In vLLM |", "|---|---|---|---|---|")
+        parts += [f"## {heading}", "\n".join((*head, *lines))]
     return "\n\n".join(parts) + "\n"
 
 
-PAGES = {"options.md": options_page, "metrics.md": metrics_page}
+def _fields_page() -> str:
+    return fields_page(GENERATED)
+
+
+def _errors_page() -> str:
+    return errors_page(GENERATED)
+
+
+PAGES = {
+    "options.md": options_page,
+    "metrics.md": metrics_page,
+    "fields.md": _fields_page,
+    "errors.md": _errors_page,
+}
 
 
 def main(folder: Path) -> None:

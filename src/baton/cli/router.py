@@ -9,7 +9,7 @@ import typer
 
 from baton.cli.declared_options import GivenOptions, taking_settings
 from baton.cli.options import config_file
-from baton.cli.serve import FAILURE, log_to_stderr, process_fields, tell
+from baton.cli.serve import FAILURE, exit_code_of, log_to_stderr, process_fields, tell
 from baton.core.errors import BatonError
 from baton.core.routing.config import RouterConfig
 from baton.router.settings import RouterProcessSettings
@@ -39,7 +39,7 @@ def router(*, given: GivenOptions, config: Config = None) -> None:  # noqa: ARG0
         _run(config=RouterConfig(**given.fields_of(RouterConfig), drain_us=drain_us), **settings)
     except BatonError as error:
         tell(f"baton router: {error}", settings["log_format"], FAILURE)
-        raise typer.Exit(1) from None
+        raise typer.Exit(exit_code_of(error)) from None
 
 
 def _run(**settings: Any) -> None:

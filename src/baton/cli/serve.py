@@ -7,24 +7,31 @@ declared by the fields of InstanceSettings and EngineSettings.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from baton.cli.declared_options import GivenOptions, taking_settings
 from baton.cli.options import config_file
+from baton.cli.stage_display import LiveStages
 from baton.core.config import OnPreempt
-from baton.core.errors import BatonError
+from baton.core.errors import EXIT_SETUP, BatonError, SetupError
 from baton.node.log_lines import OPERATOR, formatter_of, json_line
 from baton.node.settings import EngineSettings, ExecutorKind, HttpSettings, InstanceSettings, LogFormat
 from baton.node.stderr_queue import queue_stderr
 
+if TYPE_CHECKING:
+    from baton.node.start_stages import StageView
+
+log = logging.getLogger("baton.cli")
 console = Console(stderr=True, highlight=False)
 FAILURE = "red"
+EXIT_FAILED = 1
 
 SCRIPTED_MODEL = "scripted"
 """Model name of the scripted executor."""
@@ -65,7 +72,7 @@ def log_to_stderr(settings: Mapping[str, Any]) -> None:
 
     From here on nothing that this process writes there waits for its reader.
     """
-    queue_stderr()
+    queue_stderr(settings["log_format"])
     handler = logging.StreamHandler()
     handler.setFormatter(formatter_of(settings["log_format"]))
     ours = logging.getLogger("baton")
@@ -86,14 +93,32 @@ def tell(line: str, log_format: LogFormat, style: str = "dim") -> None:
         console.print(line, style=style, markup=False, soft_wrap=True)
 
 
+def exit_code_of(error: BatonError) -> int:
+    """EXIT_SETUP where starting again cannot help. Logs where the error comes from, for those who debug."""
+    log.debug("%s", error, exc_info=error)
+    return EXIT_SETUP if isinstance(error, SetupError) else EXIT_FAILED
+
+
+def stage_view(log_format: LogFormat) -> StageView:
+    """Stages of a start: live on a terminal, else a line each."""
+    from baton.node.start_stages import StageLines
+
+    if log_format is LogFormat.TEXT and sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+        return LiveStages()
+    return StageLines(lambda line: tell(line, log_format))
+
+
 def _run(**settings: Any) -> None:
     # Imported late: `baton --help` must not wait for the libraries of a server.
     from baton.node import service
+    from baton.node.start_stages import StartStages
 
     log_to_stderr(settings)
     log_format = settings["log_format"]
+    stages = StartStages(stage_view(log_format))
     try:
-        service.serve(service.ServeSettings(**settings), lambda line: tell(line, log_format))
+        service.serve(service.ServeSettings(**settings), lambda line: tell(line, log_format), stages)
     except BatonError as error:
+        stages.close()
         tell(f"baton serve: {error}", log_format, FAILURE)
-        raise typer.Exit(1) from None
+        raise typer.Exit(exit_code_of(error)) from None

@@ -105,6 +105,7 @@ def _judge(console: Console, totals: FuzzTotals, everything_fires: bool, story: 
     if never and everything_fires and totals.seeds >= EVERYTHING_FIRES_FROM:
         console.print(f"[red]never happened in {totals.seeds} seeds: {', '.join(never)}[/red]")
         raise typer.Exit(1)
+    console.print(f"[green]no law is broken in {totals.seeds:,} seeds[/green]", highlight=False)
 
 
 def replay(

@@ -18,23 +18,33 @@ from baton.cli.declared_options import GivenOptions, taking_settings
 from baton.cli.option_forwarding import given_for, source_of, taking_options_of
 from baton.cli.options import config_file
 from baton.cli.router import router
-from baton.cli.serve import FAILURE, serve, tell
+from baton.cli.serve import FAILURE, exit_code_of, serve, tell
 from baton.core.errors import BatonError
-from baton.node.settings import EngineSettings, ExecutorKind, LogFormat
+from baton.node.settings import EngineSettings, ExecutorKind, HttpSettings, LogFormat
 from baton.up.fleet_plan import FleetPlan
 
 DECIDED = frozenset(
     ["model", "port", "role", "name", "router", "peer", "peer_port", "join_host", "join_port", "cluster_key",
-     "cluster_key_file"]
+     "cluster_key_file", "expect_instances"]
 )  # fmt: skip
 """Options of `serve` and `router` that `baton up` sets itself."""
-HANDLED = frozenset([*DECIDED, "demo", "threads", "drain_timeout", "config", "api_key", "admin_key", "kv_store", "record"])
+OF_ONE_INSTANCE = frozenset(
+    ["kv_events_endpoint", "kv_events_replay_endpoint", "kv_events_topic", "kv_events_format", "kv_events_connect",
+     "kv_events_buffer_steps", "kv_events_hwm"]
+)  # fmt: skip
+"""Options of `serve` that instances on one machine cannot share."""
+HANDLED = frozenset(
+    [*DECIDED, "demo", "threads", "drain_timeout", "config", "api_key", "admin_key", "metrics_key", "kv_store",
+     "record"]
+)  # fmt: skip
 SETTLED = {name.replace("_", "-"): "is not an option of baton up, which settles it for each process" for name in DECIDED}
+SETTLED |= {name.replace("_", "-"): "is for one instance: give it to baton serve" for name in OF_ONE_INSTANCE}
 SETTLED["port"] += "; the port of the API is 'router-port'"
+TLS_OPTIONS = ("ssl_certfile", "ssl_keyfile", "ssl_keyfile_password_file")
 OF_THE_ROUTER = frozenset(
-    ["host", "max_waiting", "chat_template", "tool_parser", "reasoning_parser", "generation_config",
+    [*TLS_OPTIONS, "host", "max_waiting", "chat_template", "tool_parser", "reasoning_parser", "generation_config",
      "override_generation_config", "max_connections", "max_connections_per_address", "trusted_proxies", "allowed_hosts",
-     "allowed_origins"]
+     "allowed_origins", "otlp_endpoint", "otlp_sample_ratio"]
 )  # fmt: skip
 """Options for the router only: clients come to it, instances stay on loopback, and queueing is the router's."""
 DEMO_KV = "128M"
@@ -68,7 +78,7 @@ def _up(
     if fleet["demo"] and not (fleet["prefill"] or fleet["decode"] or "mixed" in fleet):
         fleet |= {"prefill": 1, "decode": 2}
     fleet.setdefault("mixed", 0 if fleet["prefill"] or fleet["decode"] else 1)
-    to_instances = given_for(context, serve, HANDLED | OF_THE_ROUTER)
+    to_instances = given_for(context, serve, HANDLED | OF_THE_ROUTER | OF_ONE_INSTANCE)
     to_router = given_for(context, router, HANDLED)
     if fleet["demo"] and all(source_of(context, name) == "DEFAULT" for name in ("kv_memory", "kv_blocks")):
         to_instances = ("--kv-memory", DEMO_KV, *to_instances)
@@ -82,25 +92,29 @@ def _up(
         plan = FleetPlan(
             **fleet, serve_options=(*quiet, *record, *to_instances), router_options=(*record, *to_router),
             api_keys=tuple(context.params["api_key"] or ()), admin_key=context.params["admin_key"],
-            kv_store=store, cluster_key=_cluster_key(store),
+            metrics_key=context.params["metrics_key"], kv_store=store, cluster_key=_cluster_key(store),
         )  # fmt: skip
         check_port(context.params["host"], plan.router_port)
         code = _run(plan, log_format, needs_model=context.params["executor"] is not ExecutorKind.SCRIPTED)
     except BatonError as error:
         tell(f"baton up: {error}", log_format, FAILURE)
-        raise typer.Exit(1) from None
+        raise typer.Exit(exit_code_of(error)) from None
     raise typer.Exit(code)
 
 
 def _check_model(model: str, given: Mapping[str, Any]) -> None:
-    """Report once what every instance would refuse."""
+    """Report once what the processes would refuse."""
     from baton.api.generation_config import given_defaults, overrides
     from baton.node.devices import check_device
     from baton.node.models import check_load_format
     from baton.node.network_trust import check_trust
+    from baton.node.otlp import check_endpoint
+    from baton.node.server_certificate import check_certificate
 
+    check_endpoint(given["otlp_endpoint"])
     given_defaults(given["generation_config"])
     overrides(given["override_generation_config"])
+    check_certificate(HttpSettings(**{name: given[name] for name in TLS_OPTIONS}))
     check_load_format(model, given["load_format"])
     check_trust(given["transfer"], given["kv_store"], given["trust_network"])
     named = ("device", "dtype", "attention", "batch_invariant", "speculate", "draft_tokens", "ngram_max")
@@ -130,17 +144,21 @@ def check_port(host: str, port: int) -> None:
 
 
 def _run(plan: FleetPlan, log_format: LogFormat, needs_model: bool) -> int:
+    from baton.executor.torch_build import need_torch
     from baton.node.leftovers import sweep_leftovers
     from baton.node.models import resolve_model
+    from baton.node.start_stages import StageLines, StartStages
     from baton.node.stderr_queue import queue_stderr
     from baton.up.merged_log import JsonMergedLog, MergedLog
     from baton.up.supervisor import ROUTER, Supervisor
 
-    queue_stderr()
+    queue_stderr(log_format)
     merged = JsonMergedLog if log_format is LogFormat.JSON else MergedLog
     log = merged((ROUTER, *(member.name for member in plan.members)))
     if needs_model:
-        resolve_model(plan.model, log.say)  # once, and not by every instance at the same time
+        need_torch()
+        stages = StartStages(StageLines(log.say))
+        resolve_model(plan.model, stages.begin)  # once, and not by every instance at the same time
 
     async def supervise() -> int:
         return await Supervisor(plan, log, cores=len(os.sched_getaffinity(0))).run()
@@ -151,4 +169,4 @@ def _run(plan: FleetPlan, log_format: LogFormat, needs_model: bool) -> int:
         sweep_leftovers()  # of instances that were killed: the next start would, and may not come
 
 
-up = taking_options_of(_up, (serve, router), leave_out=DECIDED)
+up = taking_options_of(_up, (serve, router), leave_out=DECIDED | OF_ONE_INSTANCE)

@@ -125,9 +125,7 @@ class TierSettings:
     ] = True
     bring_back: Annotated[
         BringBack,
-        Setting(
-            "bring-back", Panel.TIERS, "Fetch KV when that is quicker than computing it (cheapest), or always.", metavar=" "
-        ),
+        Setting("bring-back", Panel.TIERS, "Fetch KV when that is quicker than computing it (cheapest), or always."),
     ] = BringBack.CHEAPEST
 
 
@@ -171,7 +169,7 @@ class SchedulerSettings:
     waiting_max: Annotated[
         int,
         Setting(
-            "max-waiting", Panel.API, "Longest queue; beyond it clients get 429 with Retry-After.", 1,
+            "max-waiting", Panel.LIMITS, "Longest queue; beyond it clients get 429 with Retry-After.", 1,
             after="served-model-name",
         ),
     ] = 1024  # fmt: skip
@@ -248,6 +246,8 @@ class WorkerConfig(SchedulerSettings):
     """The same for a request with a constraint, where it is more than `burst`: the tokens that its grammar forces."""
     constraint_backends: tuple[tuple[str, str], ...] = ()
     """Name and version of each backend that the executor has for constraints."""
+    kv_events: bool = False
+    """Keep the tokens of cached blocks, and report which blocks come and go (`Worker.block_events`)."""
     role: Role = MIXED
     handover: HandoverConfig = HandoverConfig()
     tiers: TierConfig = TierConfig()
@@ -260,6 +260,8 @@ class WorkerConfig(SchedulerSettings):
         check_bounds(self)
         if self.tiers.host_rows and not self.prefix_cache:
             raise BadConfig("KV in host memory and in a store is found by the names of the prefix cache, which is off")
+        if self.kv_events and not self.prefix_cache:
+            raise BadConfig("KV events tell what is in the prefix cache, which is off")
         if self.burst_max > self.block_size:
             raise BadConfig(f"burst ({self.burst_max}) must not be larger than block_size ({self.block_size})")
         if self.step_tokens < self.slots * self.burst_max:

@@ -3,6 +3,7 @@
 BatonError
 ├── InvariantViolated        a law is broken; never caught to continue
 │   └── IllegalTransition    a phase was asked to move along an edge that does not exist
+├── SetupError               what the operator asked for cannot be had; starting again does not help
 └── Refused                  a request cannot be served; always reported to the client
 """
 
@@ -22,6 +23,15 @@ class InvariantViolated(BatonError):
 
 class IllegalTransition(InvariantViolated):
     """A state machine got a move that its table does not have for its state."""
+
+
+EXIT_SETUP = 2
+"""The exit code of a command that a SetupError or wrong options ended: a supervisor must not start it again."""
+
+
+class SetupError(BatonError):
+    """What the operator asked for cannot be had, however often it is tried: a setting, a model, a file. One sentence that
+    names it and says what to do."""
 
 
 class RefusalCode(StrEnum):

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
-from baton.core.errors import BatonError
+from baton.core.errors import SetupError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 
-class BadConfig(BatonError):
+class BadConfig(SetupError):
     """A setting, or a pair of settings, that cannot work; the message names them."""
 
 
@@ -28,6 +28,10 @@ class Panel(StrEnum):
 
     FLEET = "Fleet"
     API = "API"
+    TLS = "TLS"
+    CONNECTIONS = "Connections of clients"
+    LIMITS = "Limits"
+    PROMPTS = "Prompts and answers"
     MODEL = "Model"
     KV = "KV cache and scheduling"
     DRAFTS = "Speculative decoding"
@@ -38,10 +42,10 @@ class Panel(StrEnum):
     PRESSURE = "Under KV pressure"
     TIERS = "KV beyond the pool"
     PEERS = "Prefill here, decode there"
+    EVENTS = "KV events for other routers"
     ROUTER = "Under a router"
     INSTANCES = "Instances"
     CARRYING = "Carrying requests"
-    LIMITS = "Limits"
     RESULTS = "Runs and results"
     PLAIN = ""
     """No heading of its own."""

@@ -14,14 +14,14 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.utils import logging as transformers_logging
 
 from baton.core.errors import BatonError
-from baton.executor.gguf_header import BadGguf
+from baton.executor.gguf_header import TAKE_ANOTHER, UnreadableGguf
 from baton.executor.model_support import UnsupportedModel
 
 REASON_CHARS_MAX = 300
 
 
 def convert_gguf(gguf: Path, target: Path) -> None:
-    """Raises UnsupportedModel or BadGguf, in one line, where the file cannot be converted."""
+    """Raises UnsupportedModel or UnreadableGguf, in one line, where the file cannot be converted."""
     try:
         _convert(gguf, target)
     except BatonError:
@@ -29,7 +29,8 @@ def convert_gguf(gguf: Path, target: Path) -> None:
     except Exception as error:
         # What a library raises over a strange file is as many-fold as the strangeness; none of it concerns anything else.
         reason = str(error).strip().partition("\n")[0][:REASON_CHARS_MAX]
-        raise BadGguf(f"{gguf.name} cannot be converted: {type(error).__name__}: {reason}") from error
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise UnreadableGguf(f"{gguf.name} cannot be converted: {kind}{reason.rstrip('.')}; {TAKE_ANOTHER}") from error
 
 
 def _convert(gguf: Path, target: Path) -> None:

@@ -12,14 +12,19 @@ Reading stays within these limits, which are several times those of the largest 
 
 from __future__ import annotations
 
+import functools
 import math
 import mmap
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from baton.core.errors import BatonError
+import numpy as np
 
+from baton.core.errors import SetupError
+from baton.executor.safetensors_header import LFS_POINTER
+
+TAKE_ANOTHER = "take another file of the model, or its folder of safetensors"
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 FIELDS_MAX = 1 << 14
@@ -41,8 +46,12 @@ _STRING, _ARRAY = 8, 9
 _ALIGNMENT = "general.alignment"
 
 
-class BadGguf(BatonError):
+class BadGguf(SetupError):
     """The file is not what a GGUF file must be, or beyond the limits; the message says where."""
+
+
+class UnreadableGguf(BadGguf):
+    """The file is sound, and holds what cannot be converted."""
 
 
 @dataclass(slots=True)
@@ -81,13 +90,17 @@ def check_gguf(path: Path) -> None:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             _check(_HeaderReader(data))
     except ValueError:  # an empty file cannot be mapped
-        raise BadGguf(f"{path.name} is no usable GGUF file: it is empty") from None
+        raise BadGguf(f"{path.name} is no usable GGUF file: it is empty; download it again") from None
+    except UnreadableGguf as flaw:
+        raise UnreadableGguf(f"{path.name} cannot be converted: {flaw}; {TAKE_ANOTHER}") from None
     except BadGguf as flaw:
-        raise BadGguf(f"{path.name} is no usable GGUF file: {flaw}") from None
+        raise BadGguf(f"{path.name} is no usable GGUF file: {flaw}; download it again") from None
 
 
 def _check(reader: _HeaderReader) -> None:
     begin = reader.take(len(MAGIC))
+    if reader.data[: len(LFS_POINTER)] == LFS_POINTER:
+        raise BadGguf("it is a pointer of Git LFS, not the file (git lfs pull)")
     if reader.data[begin : len(MAGIC)] != MAGIC:
         raise BadGguf("it does not begin with GGUF")
     version = reader.integer("<I")
@@ -156,15 +169,30 @@ def _check_tensor(reader: _HeaderReader) -> None:
 
 
 def _tensor_bytes(name: str, shape: list[int], kind: int) -> int:
-    from gguf.constants import GGML_QUANT_SIZES
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     if kind not in GGML_QUANT_SIZES:
         raise BadGguf(f"the tensor {name!r} has an unknown type {kind}")
     values, size = map(int, GGML_QUANT_SIZES[kind])
+    if not _can_be_read(kind, size):
+        raise UnreadableGguf(f"the tensor {name!r} is of the type {GGMLQuantizationType(kind).name}, which cannot be read")
     count = math.prod(shape)
     if count % values:
         raise BadGguf(f"the tensor {name!r} has {count} values, and its type packs {values} at a time")
     return count // values * size
+
+
+@functools.cache
+def _can_be_read(kind: int, group_bytes: int) -> bool:
+    """Whether the library that converts can read tensors of a type: tried with one group of zeros."""
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    try:
+        dequantize(np.zeros((1, group_bytes), dtype=np.uint8), GGMLQuantizationType(kind))
+    except RuntimeError:  # the reader of this type is not written
+        return False
+    return True
 
 
 def _check_data(reader: _HeaderReader) -> None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from baton.core.setting import BadConfig
 from baton.executor.contract import NO_KV, Allocate, KvView, spans, zeroed
 
 
@@ -81,6 +82,11 @@ def kv_bytes_per_block(layers: list[LayerSpec], block_size: int, dtype: torch.dt
     return sum(layer.elements(block_size) for layer in layers) * dtype.itemsize
 
 
-def blocks_for_memory(memory_bytes: int, bytes_per_block: int) -> int:
-    """How many blocks fit into a memory budget; at least one."""
-    return max(1, memory_bytes // bytes_per_block)
+def blocks_for_memory(memory_bytes: int, bytes_per_block: int, block_size: int) -> int:
+    """How many blocks fit into a memory budget. Raises BadConfig where none does."""
+    if memory_bytes < bytes_per_block:
+        raise BadConfig(
+            f"--kv-memory {memory_bytes} has no room for one block of KV, which holds {block_size} tokens in "
+            f"{bytes_per_block} bytes; give at least {bytes_per_block}, or a smaller --block-size"
+        )
+    return memory_bytes // bytes_per_block

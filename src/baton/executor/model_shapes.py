@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.core.errors import BatonError
+from baton.core.errors import SetupError
 
 PREFIX = "shape:"
 SHAPE_FILE = "dummy.json"
@@ -25,7 +25,7 @@ Fields = Mapping[str, str | int | float | bool | Mapping[str, str | float] | Non
 """Fields of a configuration of `transformers`."""
 
 
-class UnknownShape(BatonError):
+class UnknownShape(SetupError):
     """No shape has that name; the message says which there are."""
 
 

@@ -10,14 +10,14 @@ from typing import cast
 
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from baton.core.errors import BatonError
+from baton.core.errors import SetupError
 
 SERVED_LAYER_TYPES = ("full_attention", "sliding_attention")
 REFUSED_ROPE_TYPES = ("dynamic", "longrope")
 """These choose their frequencies by the largest position in the row, so one request would change others."""
 
 
-class UnsupportedModel(BatonError):
+class UnsupportedModel(SetupError):
     """The model needs something this executor does not compute; `feature` names it."""
 
     def __init__(self, model: str, feature: str) -> None:

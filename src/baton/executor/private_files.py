@@ -10,13 +10,13 @@ import os
 import stat
 from pathlib import Path
 
-from baton.core.errors import BatonError
+from baton.core.errors import SetupError
 
 ROOT = 0
 FILE_BYTES_MAX = 1 << 20
 
 
-class UnsafeFile(BatonError):
+class UnsafeFile(SetupError):
     """A file or folder that somebody else may have written; the message says what to do."""
 
 

@@ -168,7 +168,7 @@ class ScriptedExecutor:
         raw = allocate(shape.blocks * layers * layer_bytes)
         self.kv = KvView(raw.reshape(shape.blocks, -1), spans([layer_bytes] * layers), "uint64")
         self.on_layer: LayerDone | None = None
-        self._constraints = constraints
+        self.constraints = constraints
         self._is_late = is_late
         self._layers = layers
         self._pool = raw.view(np.uint64).reshape(shape.blocks, layers, shape.block_size)
@@ -237,7 +237,7 @@ class ScriptedExecutor:
     def _matcher_of(self, start: Start) -> Matcher | None:
         """A matcher that has consumed the earlier outputs; None without a constraint."""
         constraint = start.sampling.constraint
-        return None if constraint is None else self._constraints.matcher(constraint, start.tokens[start.prompt_tokens :])
+        return None if constraint is None else self.constraints.matcher(constraint, start.tokens[start.prompt_tokens :])
 
     def _run_chunk(self, chunk: Chunk, rows: _Rows) -> None:
         slot = self._slots.get(chunk.slot)

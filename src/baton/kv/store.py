@@ -22,15 +22,18 @@ from types import MappingProxyType
 from typing import Protocol
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from baton.core.errors import BatonError
+from baton.core.errors import BatonError, SetupError
 
 KINDS = ("file", "valkey", "mooncake")
 
 MISSING = -1
 OVERSIZED = -2
 
-_SCHEMES = {"file": "file", "valkey": "valkey", "redis": "valkey", "mooncake": "mooncake"}
-_EXAMPLES = "file:DIR, valkey://HOST:PORT/0 or mooncake://HOST:PORT"
+_SCHEMES = {
+    "file": "file", "valkey": "valkey", "redis": "valkey", "valkeys": "valkey", "rediss": "valkey", "mooncake": "mooncake"
+}  # fmt: skip
+_TLS_SCHEMES = ("valkeys", "rediss")
+_EXAMPLES = "file:DIR, valkey://HOST:PORT/0 (valkeys:// with TLS) or mooncake://HOST:PORT"
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE_DIGITS_MAX = 20
 """Of a size: more than any disk has, and few enough that the number is finite."""
@@ -41,7 +44,7 @@ class StoreFailed(BatonError):
     """Trouble of the store itself: not reached, timed out, an I/O error."""
 
 
-class BadStore(BatonError):
+class BadStore(SetupError):
     """The store cannot exist: a wrong address, a missing library, a path that is not a folder."""
 
 
@@ -100,6 +103,7 @@ class StoreUrl:
     password: str | None = field(default=None, repr=False)
     options: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
     limit_bytes: int | None = None
+    is_tls: bool = False
 
     def __str__(self) -> str:
         """For logs and messages: without the password and the options."""
@@ -107,7 +111,7 @@ class StoreUrl:
             return f"file:{self.path}"
         host = f"[{self.host}]" if ":" in self.host else self.host
         port = "" if self.port is None else f":{self.port}"
-        return f"{self.kind}://{host}{port}/{self.path}".removesuffix("/")
+        return f"{self.kind}{'s' if self.is_tls else ''}://{host}{port}/{self.path}".removesuffix("/")
 
 
 def open_store(url: str, timeout_s: float = 1.0, limit_bytes: int | None = None, create: bool = True) -> Store:
@@ -144,7 +148,7 @@ def parse_url(url: str) -> StoreUrl:
     kind = _SCHEMES.get(scheme.lower())
     if not colon or kind is None:
         raise BadStore(f"{_shown(url)} is not the address of a store, such as {_EXAMPLES}")
-    return _file_url(url, rest) if kind == "file" else _net_url(url, kind)
+    return _file_url(url, rest) if kind == "file" else _net_url(url, kind, scheme.lower() in _TLS_SCHEMES)
 
 
 def parse_size(text: str) -> int:
@@ -170,7 +174,7 @@ def _file_url(url: str, rest: str) -> StoreUrl:
     return StoreUrl("file", path=path, options=options, limit_bytes=limit)
 
 
-def _net_url(url: str, kind: str) -> StoreUrl:
+def _net_url(url: str, kind: str, is_tls: bool) -> StoreUrl:
     try:
         parts = urlsplit(url.strip())
         host, port = parts.hostname, parts.port
@@ -183,7 +187,7 @@ def _net_url(url: str, kind: str) -> StoreUrl:
         kind=kind, host=host, port=port, path=parts.path.removeprefix("/"),
         user=None if not parts.username else unquote(parts.username),
         password=None if parts.password is None else unquote(parts.password),
-        options=options, limit_bytes=limit,
+        options=options, limit_bytes=limit, is_tls=is_tls,
     )  # fmt: skip
 
 

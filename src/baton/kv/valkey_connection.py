@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import select
 import socket
+import ssl
 import time
 from collections.abc import Sequence
 
@@ -32,6 +33,8 @@ _WHOLE_MAX = 1 << 20
 """Longest reply other than an object, in bytes."""
 _ITEMS_MAX = 1 << 16
 _DEPTH_MAX = 4
+MOMENT_S = 0.001
+"""The least time-out: zero would mean none."""
 
 
 class ReplyParser(BaseParser):
@@ -57,9 +60,20 @@ class ReplyParser(BaseParser):
         """Whether unrequested bytes or the end of the connection are waiting: it cannot be used then."""
         if self._begin < self._end:
             return True
+        line = self._open()
         waiting = select.poll()
-        waiting.register(self._open(), select.POLLIN)
-        return bool(waiting.poll(timeout * 1000))
+        waiting.register(line, select.POLLIN)
+        is_readable = bool(waiting.poll(timeout * 1000))
+        return self._decrypts(line) if isinstance(line, ssl.SSLSocket) else is_readable
+
+    def _decrypts(self, line: ssl.SSLSocket) -> bool:
+        """Whether what waits is more than TLS's own messages: session tickets make the socket readable too."""
+        line.settimeout(0)
+        try:
+            self._begin, self._end = 0, line.recv_into(self._held)
+        except ssl.SSLWantReadError:
+            return False
+        return True
 
     def read_response(self, disable_decoding: bool = False) -> Reply:  # noqa: ARG002 - theirs; nothing is decoded
         reply = self._reply(_DEPTH_MAX)
@@ -93,12 +107,22 @@ class ReplyParser(BaseParser):
             for part in command:
                 waiting += b"$%d\r\n" % len(part)
                 if isinstance(part, memoryview):
-                    self._ready().sendall(waiting)
-                    self._ready().sendall(part)
+                    self._send_whole(waiting)
+                    self._send_whole(part)
                     waiting = b"\r\n"
                 else:
                     waiting += part + b"\r\n"
-        self._ready().sendall(waiting)
+        self._send_whole(waiting)
+
+    def _send_whole(self, part: Part) -> None:
+        """Before the deadline: `sendall` of TLS has the time-out for each record, and not for all."""
+        line = self._ready()
+        if not isinstance(line, ssl.SSLSocket):
+            line.sendall(part)
+            return
+        left = memoryview(part)
+        while left:
+            left = left[self._ready().send(left) :]
 
     def _object(self, view: memoryview) -> int:
         size = _size(self._line(), b"$")
@@ -190,8 +214,18 @@ class ReplyParser(BaseParser):
 class ValkeyConnection(valkey.Connection):
     """A connection of the library that reads replies with `ReplyParser`."""
 
-    def __init__(self, host: str, port: int, db: int, username: str | None, password: str | None, timeout_s: float) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        db: int,
+        username: str | None,
+        password: str | None,
+        timeout_s: float,
+        tls: ssl.SSLContext | None,
+    ) -> None:
         self.reply_parser = ReplyParser()
+        self._tls = tls
         self._timeout_s = timeout_s
         super().__init__(  # type: ignore[no-untyped-call]
             host=host, port=port, db=db, username=username, password=password,
@@ -205,6 +239,20 @@ class ValkeyConnection(valkey.Connection):
     def connect(self) -> None:
         self.reply_parser.deadline_s = time.monotonic() + self._timeout_s
         super().connect()  # type: ignore[no-untyped-call]
+
+    def _connect(self) -> socket.socket:
+        raw: socket.socket = super()._connect()  # type: ignore[no-untyped-call]
+        if self._tls is None:
+            return raw
+        try:
+            raw.settimeout(max(self.reply_parser.deadline_s - time.monotonic(), MOMENT_S))
+            return self._tls.wrap_socket(raw, server_hostname=self.host)
+        except ssl.SSLCertVerificationError as error:
+            raise Disconnected(f"its certificate is not trusted: {error.verify_message}; ?ca=FILE names its CA") from error
+        except ssl.SSLError as error:
+            raise Disconnected(f"TLS fails: {(error.reason or str(error)).lower().replace('_', ' ')}") from error
+        finally:
+            raw.close()  # where it was wrapped, another object has its descriptor
 
 
 def _size(line: bytes, kind: bytes) -> int:

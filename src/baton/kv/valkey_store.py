@@ -5,8 +5,8 @@
 
 Keys begin with `baton:`; no other key of the server is counted or removed. The server decides how much it holds and what it
 evicts (maxmemory, maxmemory-policy): a full server that may not evict answers a put with "no room". A connection on which
-anything failed is closed, since its next reply would belong to another command; the next call opens a new one. The password
-and the objects travel unencrypted: use it on trusted networks only.
+anything failed is closed, since its next reply would belong to another command; the next call opens a new one. Of
+`valkey://` password and objects travel in the clear; `valkeys://` is TLS (`kv.valkey_tls`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from valkey.exceptions import OutOfMemoryError, ResponseError, ValkeyError
 from baton.core.errors import InvariantViolated
 from baton.kv.store import BadStore, Store, StoreFailed, StoreStat, StoreUrl
 from baton.kv.valkey_connection import Command, Reply, ReplyParser, ValkeyConnection
+from baton.kv.valkey_tls import TLS_OPTIONS, tls_context
 
 PORT = 6379
 PREFIX = b"baton:"
@@ -31,8 +32,13 @@ _SHOWN = ("valkey_version", "redis_version", "used_memory_human", "maxmemory_hum
 
 def open_valkey(url: StoreUrl, timeout_s: float, limit_bytes: int | None) -> Store:
     """Connects at the first use, so the server may start later than this instance."""
-    if url.options:
-        raise BadStore(f"{url}: a valkey store has no option {next(iter(url.options))!r}, only limit")
+    known = TLS_OPTIONS if url.is_tls else ()
+    for name in url.options:
+        if name not in known:
+            only_tls = f"{name} is only for valkeys://, which is TLS" if name in TLS_OPTIONS else ""
+            raise BadStore(
+                f"{url}: {only_tls or f'a valkey store has no option {name!r}, only ' + ', '.join(('limit', *known))}"
+            )
     if url.path and not url.path.isdecimal():
         raise BadStore(f"{url}: what follows the port is the number of a database, such as /0")
     return ValkeyStore(url, timeout_s, limit_bytes)
@@ -49,6 +55,7 @@ class ValkeyStore:
         self._connections = valkey.ConnectionPool(
             connection_class=ValkeyConnection, host=url.host, port=url.port or PORT, db=int(url.path or 0),
             username=url.user, password=url.password, timeout_s=timeout_s,
+            tls=tls_context(url) if url.is_tls else None,
         )  # fmt: skip
 
     def look(self, names: Sequence[str]) -> list[bool]:

@@ -3,7 +3,8 @@
     front end ── Submit ──▶ gate ── compiled, or none to compile ──▶ worker
                              └── compile on one thread ──▶ inbox ──▶ worker, or refused
 
-A compiled constraint passes at once. Others wait for the thread; tenants take turns there. A front end has tried each
+A compiled constraint passes at once, unless the answer began under another version of its backend: then masks are compared.
+Others wait for the thread; tenants take turns there. A front end has tried each
 constraint within limits before, but a tenant may send many. Whoever waits for longer than WAIT_US_MAX is refused, to be
 tried again: each submission is answered within that time and one compilation.
 """
@@ -21,6 +22,7 @@ from baton.core.engine.request import Constraint
 from baton.core.errors import Refusal, RefusalCode
 from baton.executor.constraints.compiled_cache import CompiledConstraints
 from baton.executor.constraints.contract import ConstraintError
+from baton.executor.constraints.version_skew import continued_here, has_other_version
 
 log = logging.getLogger(__name__)
 
@@ -60,12 +62,14 @@ class ConstraintGate:
     def __init__(
         self,
         compiled: CompiledConstraints,
+        vocabulary: int,
         decided: Callable[[GatePassed | GateRefused], None],
         now_us: Callable[[], int],
         held_max: int = HELD_MAX,
     ) -> None:
         """`decided` is called on the gate's thread with each submission that was held."""
         self._compiled = compiled
+        self._vocabulary = vocabulary
         self._decided = decided
         self._now_us = now_us
         self._held_max = held_max
@@ -79,6 +83,9 @@ class ConstraintGate:
 
     def passes(self, submit: Submit) -> bool:
         """Whether the worker may have it now. Otherwise `hold` it."""
+        return self._is_compiled(submit) and not has_other_version(submit, self._compiled.versions)
+
+    def _is_compiled(self, submit: Submit) -> bool:
         return all(self._compiled.has(constraint) for constraint in constraints_of(submit))
 
     def hold(self, submit: Submit) -> GateRefused | None:
@@ -98,7 +105,7 @@ class ConstraintGate:
         while True:
             arrived_us, submit = self._next()
             waited_us = self._now_us() - arrived_us
-            if waited_us > WAIT_US_MAX and not self.passes(submit):
+            if waited_us > WAIT_US_MAX and not self._is_compiled(submit):
                 text = f"its constraint waited for {waited_us // 1000} ms to be compiled"
                 self._decided(GateRefused(submit.ticket, _busy(text)))
                 continue
@@ -107,7 +114,7 @@ class ConstraintGate:
                     self._compiled.compile(constraint)
                 except ConstraintError as error:  # the request fails where it would draw its first token
                     log.warning("a constraint cannot be compiled: %s", error)
-            self._decided(GatePassed(submit))
+            self._decided(GatePassed(continued_here(submit, self._compiled, self._vocabulary)))
 
     def _next(self) -> tuple[int, Submit]:
         with self._changed:

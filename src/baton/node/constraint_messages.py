@@ -34,7 +34,12 @@ class GrammarRefused(Struct, tag=True, frozen=True):
     message: str
 
 
-FromWorker = WorkerReady | WorkerUnable | GrammarCompiled | GrammarRefused
+class MaskComputed(Struct, tag=True, frozen=True):
+    digest: bytes
+    """Empty: this process has another version of the backend, or the constraint does not permit the outputs."""
+
+
+FromWorker = WorkerReady | WorkerUnable | GrammarCompiled | GrammarRefused | MaskComputed
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(FromWorker).decode

@@ -17,21 +17,23 @@ import resource
 import signal
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
 from tokenizers import Tokenizer
 
-from baton.api.constraint_jobs import ConstraintJob, decode_job
+from baton.api.constraint_jobs import ConstraintJob, MaskJob, decode_job
 from baton.api.constraints.wanted import ConstraintRefused
 from baton.core.bounds import CONSTRAINT_CHARS_MAX
 from baton.executor.constraints.constraint_error import ConstraintError
 from baton.executor.constraints.llguidance_grammars import NAME, VERSION, compiled, matching_tokenizer, read_eos_ids
+from baton.executor.constraints.mask_digest import mask_digest
 from baton.node.constraint_messages import (
     FromWorker,
     GrammarCompiled,
     GrammarRefused,
+    MaskComputed,
     WorkerReady,
     WorkerUnable,
     encoded,
@@ -56,13 +58,15 @@ class ConstraintChecker:
         read = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self._tokenizer = matching_tokenizer(read, 0, read_eos_ids(folder, read))
         added = read.get_added_tokens_decoder()
-        added = read.get_added_tokens_decoder()
         self._special = {token.content: i for i, token in added.items() if self._tokenizer.is_special_token(i)}
+        self._stops = bits_of(self._tokenizer.eos_tokens)
         self._longest = LongestTokens({text: i for text, i in read.get_vocab().items() if i not in added})
 
-    def answer(self, payload: bytes) -> GrammarCompiled | GrammarRefused:
+    def answer(self, payload: bytes) -> GrammarCompiled | GrammarRefused | MaskComputed:
         try:
             job = decode_job(payload)
+            if isinstance(job, MaskJob):
+                return MaskComputed(self._digest(job))
             source = self._grammar(job)
         except ConstraintRefused as refusal:
             return GrammarRefused(refusal.field, str(refusal))
@@ -80,6 +84,18 @@ class ConstraintChecker:
             reason = str(error).partition("\n")[0]  # what follows describes the parser
             return GrammarRefused(job.field or None, f"The constraint cannot be enforced: {reason}")
         return GrammarCompiled(source)
+
+    def _digest(self, job: MaskJob) -> bytes:
+        if (job.backend, job.version) != (NAME, VERSION):
+            return b""
+        try:
+            matcher = compiled(self._tokenizer, job.source)
+        except ConstraintError:
+            return b""
+        if matcher.try_consume_tokens(list(job.outputs)) != len(job.outputs) or matcher.is_error():
+            return b""
+        mask = self._stops if matcher.is_stopped() else matcher.compute_bitmask()
+        return b"" if matcher.is_error() else mask_digest(mask)
 
     def _grammar(self, job: ConstraintJob) -> str | None:
         """Raises a ValueError for what nobody thought of: a client's text ends no process. Too little memory does."""
@@ -102,6 +118,12 @@ class ConstraintChecker:
                 break
         if matcher.is_error():
             raise ConstraintError(matcher.get_error())
+
+
+def bits_of(tokens: Iterable[int]) -> bytes:
+    """A mask that allows exactly these tokens."""
+    allowed = sum(1 << token for token in set(tokens))
+    return allowed.to_bytes(-(-allowed.bit_length() // 8), "little")
 
 
 class LongestTokens:

@@ -11,18 +11,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
 from baton.api.constraint_cache import ConstraintCache, ConstraintRefusal, Outcome
 from baton.api.constraint_compiler import CompileMeter, CompileOutcome, NoMeter
+from baton.api.constraint_jobs import MaskJob
 from baton.api.errors import ApiError, invalid, refused, unsupported
 from baton.api.fair_queue import FairQueue, QueueEntry, ShareLimits
 from baton.core.engine.request import Constraint
 from baton.core.errors import Refusal, RefusalCode
 from baton.node.available_memory import available_bytes
-from baton.node.constraint_messages import FromWorker, GrammarCompiled, GrammarRefused
+from baton.node.constraint_messages import FromWorker, GrammarCompiled, GrammarRefused, MaskComputed
 from baton.node.constraint_worker_process import (
     ConstraintsUnsupported,
     WorkerLate,
@@ -135,6 +137,19 @@ class ConstraintWorkers:
         self._meter.count_constraint(CompileOutcome.CACHED if is_shared else CompileOutcome.COMPILED)
         return outcome if outcome.source else None
 
+    async def mask_digest(self, constraint: Constraint, outputs: Sequence[int]) -> bytes:
+        """Digest of the mask after these outputs. Empty where this front end has another version of the constraint's backend
+        than the answer began under, or cannot compute it now."""
+        job = MaskJob(constraint.backend, constraint.began_under, constraint.source, tuple(outputs)).encode()
+        entry = QueueEntry("", len(job) + ENTRY_BYTES, asyncio.get_running_loop().create_future())
+        self._queue.put(entry)
+        try:
+            answer = await self._answered(entry, job)
+        except (ConstraintTooComplex, ConstraintsUnsupported, WorkerUnavailable) as reason:
+            log.warning("a constraint cannot be compared with those of instances of another version: %s", reason)
+            return b""
+        return answer if isinstance(answer, bytes) else b""
+
     async def close(self) -> None:
         """End all workers."""
         tasks = [*(one.task for one in self._compiling.values()), *self._starting]
@@ -195,6 +210,12 @@ class ConstraintWorkers:
             raise _try_again("too many constraints wait to be compiled", "busy")
 
     async def _compiled(self, entry: QueueEntry[_Turn], job: bytes) -> Outcome:
+        answer = await self._answered(entry, job)
+        if isinstance(answer, bytes):
+            raise WorkerUnavailable("a worker for constraints answered something else")
+        return answer
+
+    async def _answered(self, entry: QueueEntry[_Turn], job: bytes) -> Outcome | bytes:
         began_s = time.perf_counter()
         self._start_next()
         try:
@@ -211,7 +232,7 @@ class ConstraintWorkers:
             self._queue.end(entry)
             self._start_next()
 
-    async def _ask(self, job: bytes) -> Outcome:
+    async def _ask(self, job: bytes) -> Outcome | bytes:
         """Where a worker ends without an answer, a new one is asked: the system may have ended the first for any reason.
         Twice in a row it is the constraint's, most likely the memory that it takes."""
         try:
@@ -225,7 +246,7 @@ class ConstraintWorkers:
             self._start_another()
             raise ConstraintTooComplex from None
 
-    async def _answer_of(self, worker: WorkerProcess, job: bytes) -> Outcome:
+    async def _answer_of(self, worker: WorkerProcess, job: bytes) -> Outcome | bytes:
         try:
             answer = await worker.ask(job, self._wall_s)
         except WorkerLost:
@@ -279,8 +300,10 @@ def _has_failed(task: asyncio.Task[WorkerProcess]) -> bool:
     return task.done() and (task.cancelled() or task.exception() is not None)
 
 
-def _outcome_of(worker: WorkerProcess, answer: FromWorker) -> Outcome:
+def _outcome_of(worker: WorkerProcess, answer: FromWorker) -> Outcome | bytes:
     match answer:
+        case MaskComputed(digest):
+            return digest
         case GrammarCompiled(source):
             return Constraint(worker.backend, worker.version, source)
         case GrammarRefused(field, message):

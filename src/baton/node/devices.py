@@ -7,10 +7,15 @@ come before anything slow (`check_device`); the others once the engine has looke
 from __future__ import annotations
 
 import importlib.util
+import logging
+import os
 from dataclasses import dataclass
 
 from baton.core.config import BadConfig
+from baton.executor.torch_build import TorchBuild, cannot_import, has_nvidia_gpu, need_torch, remark_on
 from baton.node.settings import DeviceChoice, EngineSettings, SpeculateMethod
+
+log = logging.getLogger("baton.engine")
 
 ATTENTIONS = {DeviceChoice.CPU: ("auto", "native", "gather"), DeviceChoice.CUDA: ("auto", "triton")}
 DTYPES = {
@@ -33,11 +38,29 @@ class HostDevices:
     has_triton: bool
 
 
-def find_devices() -> HostDevices:
-    # Imported here because torch takes seconds, which a check of settings must not cost.
-    import torch
+def find_devices(asked: DeviceChoice = DeviceChoice.CPU) -> HostDevices:
+    """Raises TorchUnusable where there is no torch to ask. With `auto`, logs where torch is not the machine's build."""
+    build = _installed_build()
+    if asked is DeviceChoice.AUTO:
+        _log_other_build(build)
+    return HostDevices(build.sees_cuda, importlib.util.find_spec("triton") is not None)
 
-    return HostDevices(torch.cuda.is_available(), importlib.util.find_spec("triton") is not None)
+
+def _log_other_build(build: TorchBuild) -> None:
+    """Log that torch is of the other kind than the machine."""
+    remark = remark_on(build, has_nvidia_gpu(), "CUDA_VISIBLE_DEVICES" in os.environ)
+    if remark is not None:
+        log.log(remark.level, "%s", remark.text)
+
+
+def _installed_build() -> TorchBuild:
+    need_torch()
+    try:
+        # Imported here because torch takes seconds, which a check of settings must not cost.
+        import torch
+    except (ImportError, OSError) as error:
+        raise cannot_import(error) from None
+    return TorchBuild(torch.__version__, torch.version.cuda, torch.cuda.is_available())
 
 
 def check_device(settings: EngineSettings) -> None:

@@ -26,28 +26,30 @@ from typing import Protocol
 import zmq
 
 from baton.core.config import BadConfig
+from baton.core.engine.block_contents import BlockEvents
 from baton.core.engine.driver import Answer, WorkerDriver
-from baton.core.engine.gauges import PeerTraffic, StoreTraffic
+from baton.core.engine.gauges import KvEventTraffic, PeerTraffic, StoreTraffic
 from baton.core.engine.orders import ReportChanges, Submit
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.worker import Event, GroupRefused, Launch, StepDone, Tick, Worker
-from baton.core.errors import BatonError
+from baton.core.errors import EXIT_SETUP, BatonError, InvariantViolated, SetupError
 from baton.core.handover.messages import PeerEffect, PeerEvent
 from baton.core.tiers.transfers import StorageEffect
 from baton.executor.constraints.compiled_cache import NO_CONSTRAINTS, CompiledConstraints
 from baton.executor.contract import Executor
-from baton.kv.store import BadStore
 from baton.node.clock import monotonic_us
 from baton.node.constraint_gate import ConstraintGate, GatePassed, GateRefused
 from baton.node.engine_beats import SOCKET_NAME, EngineBeats, LoopProgress
-from baton.node.engine_setup import build_executor, worker_config
+from baton.node.engine_setup import build_executor, warn_of_small_pool, worker_config
 from baton.node.gc_pauses import freeze_gc
 from baton.node.handovers import open_handovers
 from baton.node.inbox import EngineInbox, EventItem, ThreadFailure
+from baton.node.kv_event_publisher import open_kv_events
 from baton.node.kv_pool_memory import PoolMemory, blocks_of, layout_of
 from baton.node.kv_storage import KvStorage, describe, open_kv_store
 from baton.node.log_lines import formatter_of
 from baton.node.parent_process import die_with_parent
+from baton.node.preemption_log import PreemptionLog
 from baton.node.recording import (
     DUMPED_NAME,
     ProcessRecorder,
@@ -59,13 +61,16 @@ from baton.node.recording import (
 from baton.node.settings import EngineSettings, decode_settings
 from baton.node.starting_share import full_share, lower_share
 from baton.node.stderr_queue import EXIT_S_MAX, drain_stderr, queue_stderr
+from baton.node.step_sizes import StepSizeCounts
 from baton.wire.engine_messages import (
     WIRE_VERSION,
     FailedMessage,
     FromEngine,
     PrefillPeerAddresses,
     ReadyMessage,
+    StartStage,
     StepOutput,
+    Traffic,
     decode_to_engine,
     encode_from_engine,
     gauges_output,
@@ -87,7 +92,9 @@ PULSE_US = 100_000
 GAUGES_US = 50_000
 """Age at which the front end's gauges are refreshed when peers or KV transfers change them and no step does."""
 TRAFFIC_US = 1_000_000
-"""Interval of the counts of refused connections and of received bytes."""
+"""Interval of the counts of refused connections, of received bytes and of the sizes of steps."""
+EVENTS_WAIT_US = 10_000
+"""Interval at which KV events are offered again that the publisher had no room for."""
 FINAL_SEND_MS = 1000
 THREAD_STACK_BYTES = 16 << 20
 """Of every thread here. Grammars are compiled by recursion; processes that try them first do with a quarter of this."""
@@ -121,6 +128,20 @@ class StorageOrders(Protocol):
     def traffic(self) -> StoreTraffic: ...
 
 
+class EventPublishing(Protocol):
+    """Tells others which KV blocks come and go. Every method returns at once."""
+
+    @property
+    def has_room(self) -> bool: ...
+
+    def publish(self, changes: BlockEvents) -> None: ...
+
+    def asked_for_all(self) -> bool:
+        """Whether a reader has missed too much, since the last call."""
+
+    def traffic(self) -> KvEventTraffic: ...
+
+
 class EngineLoop:
     def __init__(
         self,
@@ -133,6 +154,7 @@ class EngineLoop:
         now_us: Callable[[], int] = monotonic_us,
         recorder: ProcessRecorder | None = None,
         constraints: CompiledConstraints = NO_CONSTRAINTS,
+        kv_events: EventPublishing | None = None,
     ) -> None:
         self.progress = LoopProgress()
         self._worker = worker
@@ -141,9 +163,12 @@ class EngineLoop:
         self._executor = executor
         self._socket = socket
         self._inbox = EngineInbox() if inbox is None else inbox
-        self._gate = ConstraintGate(constraints, self._inbox.put, now_us)
+        self._gate = ConstraintGate(constraints, executor.vocabulary, self._inbox.put, now_us)
         self._handovers = handovers
         self._storage = storage
+        self._kv_events = kv_events
+        self._counted = [service for service in (handovers, storage, kv_events) if service is not None]
+        """What counts its traffic."""
         self._has_services = handovers is not None or storage is not None
         """Whether there are hand-overs or storage, whose deadlines run on while a step computes."""
         self._now_us = now_us
@@ -157,15 +182,18 @@ class EngineLoop:
             tick_in_flight_us=TICK_IN_FLIGHT_US if self._has_services else None,
         )
         self._collector = ThreadPoolExecutor(max_workers=1, thread_name_prefix="baton-collector")
+        self._preemptions = PreemptionLog(worker.scheduler.running.preempted, executor.kv.block_bytes)
         self._gauges_changed = False
         """Whether peers or storage may have changed the gauges since they were last sent."""
-        self._traffic: dict[type[PeerTraffic | StoreTraffic], PeerTraffic | StoreTraffic] = {
+        self._traffic: dict[type[Traffic], Traffic] = {
             PeerTraffic: PeerTraffic({}, 0),
             StoreTraffic: StoreTraffic(),
+            KvEventTraffic: KvEventTraffic(),
         }
         """The counts last sent, by type."""
-        self._report_us = 0
-        """When counts and gauges changed outside of steps are next sent."""
+        self._step_sizes = StepSizeCounts()
+        self._report_us: int | None = 0 if self._counted else None
+        """When counts, and gauges that changed outside of steps, are next sent; None until there is something to send."""
         self._pulse_us: int | None = None
         """When the next Pulse is due; None until the front end asks for them."""
         self._poller = zmq.Poller()
@@ -185,12 +213,14 @@ class EngineLoop:
                 self._refuse(item)
             else:
                 self._handle(self._event(item))
+        if self._kv_events is not None:
+            self._publish_events(self._kv_events)
         now_us = self._now_us()
         if self._pulse_us is not None and self._pulse_us <= now_us:
             self._send_pulse(now_us)
         if self._driver.is_due:
             self._handle(Tick())
-        elif self._has_services and self._report_us <= now_us:
+        elif self._report_us is not None and self._report_us <= now_us:
             self._report(now_us)
         else:
             self.progress.waits = True
@@ -198,18 +228,27 @@ class EngineLoop:
             self.progress.waits = False
 
     def _poll_timeout_ms(self, now_us: int) -> int | None:
-        deadlines = (self._driver.wake_us(), self._pulse_us, self._report_us if self._has_services else None)
+        events_us = now_us + EVENTS_WAIT_US if self._kv_events is not None and self._watched.has_block_events else None
+        deadlines = (self._driver.wake_us(), self._pulse_us, self._report_us, events_us)
         until_us = min((due_us for due_us in deadlines if due_us is not None), default=None)
         return None if until_us is None else -(-(until_us - now_us) // 1000)
 
     def _report(self, now_us: int) -> None:
-        self._report_us = now_us + TRAFFIC_US
+        self._report_us = now_us + TRAFFIC_US if self._counted else None
+        if (sizes := self._step_sizes.take()) is not None:
+            self._send(sizes)
         if self._gauges_changed:
             self._send(gauges_output(self._worker.gauges(), self._worker.scheduler.drafts()))
-        for service in (self._handovers, self._storage):
-            if service is not None and (traffic := service.traffic()) != self._traffic[type(traffic)]:
+        for service in self._counted:
+            if (traffic := service.traffic()) != self._traffic[type(traffic)]:
                 self._traffic[type(traffic)] = traffic
                 self._send(traffic)
+
+    def _publish_events(self, publisher: EventPublishing) -> None:
+        if publisher.asked_for_all():  # at the latest when the traffic is next counted: nothing wakes the loop for it
+            self._watched.retell_blocks()
+        while self._watched.has_block_events and publisher.has_room:
+            publisher.publish(self._watched.block_events())
 
     def _send_pulse(self, now_us: int) -> None:
         self._pulse_us = now_us + PULSE_US
@@ -257,13 +296,21 @@ class EngineLoop:
     def _handle(self, event: Event) -> None:
         if self._has_services and not self._gauges_changed:
             self._gauges_changed = True
-            self._report_us = min(self._report_us, self._now_us() + GAUGES_US)
+            self._report_soon(GAUGES_US)
         self._driver.handle(event)
+        self._preemptions.look()
         if type(event) is StepDone:
             self.progress.settled += 1
 
+    def _report_soon(self, within_us: int) -> None:
+        due_us = self._now_us() + within_us
+        self._report_us = due_us if self._report_us is None else min(self._report_us, due_us)
+
     def _launch(self, launch: Launch) -> None:
         self.progress.launched += 1
+        self._step_sizes.add(launch.plan.tokens)
+        if self._report_us is None:
+            self._report_soon(TRAFFIC_US)
         self._executor.launch(launch.plan)
         self._collector.submit(self._collect).add_done_callback(self._inbox.put)
 
@@ -294,10 +341,12 @@ def serve(settings: EngineSettings, socket: zmq.Socket[bytes], closing: contextl
     if settings.router is not None:
         lower_share()
     store = open_kv_store(settings)  # first: loading a model takes long, and the address may be wrong
+    events = open_kv_events(settings, closing)
     pool = PoolMemory(settings)
-    built = build_executor(settings, pool.allocate)
+    built = build_executor(settings, pool.allocate, lambda stage: socket.send(encode_from_engine(StartStage(stage))))
     executor, details = built.executor, built.details
     config = worker_config(settings, executor.shape, executor.kv.block_bytes, built.constraints.versions)
+    warn_of_small_pool(settings, config, executor.kv.block_bytes)
     prefix = PrefixIndex(settings.prefix_secret, executor.fingerprint, config.blocks)
     worker = Worker(config, prefix, handover_secret=secrets.token_bytes(32))
     storage = None
@@ -325,7 +374,10 @@ def serve(settings: EngineSettings, socket: zmq.Socket[bytes], closing: contextl
     if recorder is not None:
         dump_on_signal(recorder, _folder_of(settings) / DUMPED_NAME)
         closing.callback(recorder.close)
-    loop = EngineLoop(worker, executor, socket, inbox, handovers, storage, recorder=recorder, constraints=built.constraints)
+    loop = EngineLoop(
+        worker, executor, socket, inbox, handovers, storage,
+        recorder=recorder, constraints=built.constraints, kv_events=events,
+    )  # fmt: skip
     beats = EngineBeats(f"{_folder_of(settings)}/{SOCKET_NAME}", loop.progress)
     closing.callback(beats.close)
     socket.send(encode_from_engine(ready))
@@ -373,7 +425,7 @@ def main() -> None:
     ignore_dump_signal()
     threading.stack_size(THREAD_STACK_BYTES)
     settings = decode_settings(sys.stdin.buffer.readline())
-    queue_stderr()
+    queue_stderr(settings.log_format)
     handler = logging.StreamHandler()
     handler.setFormatter(formatter_of(settings.log_format))
     logging.basicConfig(level=settings.log_level.upper(), handlers=[handler])
@@ -394,14 +446,15 @@ def serve_to_the_end(settings: EngineSettings, socket: zmq.Socket[bytes]) -> Non
         except Exception as error:
             # Reported, not swallowed: the front end gets the reason, the traceback goes to the log, and the process ends.
             reason = str(error) if isinstance(error, BatonError) else f"{type(error).__name__}: {error}"
-            socket.send(encode_from_engine(FailedMessage(reason)))
+            socket.send(encode_from_engine(FailedMessage(reason, isinstance(error, SetupError))))
             socket.close()
             socket.context.term()
-            if isinstance(error, BatonError):
-                if not isinstance(error, BadStore):  # BadStore is a user's error, which the front end reports
-                    log.error("%s", reason)
-                sys.exit(EXIT_FAILED)
-            raise
+            if not isinstance(error, BatonError):
+                raise
+            if isinstance(error, InvariantViolated):
+                log.error("%s", reason)
+            log.debug("%s", reason, exc_info=error)  # the front end reports it, in one line
+            sys.exit(EXIT_SETUP if isinstance(error, SetupError) else EXIT_FAILED)
 
 
 if __name__ == "__main__":

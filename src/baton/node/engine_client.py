@@ -20,11 +20,13 @@ from baton.api.engine import (
     TokenStream,
 )
 from baton.api.original_request import OriginalRequest
-from baton.core.engine.gauges import DraftGauges, PeerTraffic, SchedulerGauges, StoreTraffic
+from baton.core.engine.gauges import DraftGauges, KvEventTraffic, PeerTraffic, SchedulerGauges, StepSizes, StoreTraffic
 from baton.core.engine.orders import Accepted, Drain, Submit
 from baton.core.engine.request import Submission
-from baton.core.errors import Refusal, RefusalCode, Refused
+from baton.core.errors import Refusal, RefusalCode, Refused, SetupError
+from baton.core.start_stage import OnStage, no_stages
 from baton.node.engine_process import EngineProcess
+from baton.node.phase_history import PhaseHistories, stream_of
 from baton.node.settings import EngineSettings
 from baton.node.token_streams import BufferedTokenStream, ended_of, logprobs_of
 from baton.wire.engine_messages import (
@@ -71,11 +73,14 @@ class EngineSharer(Protocol):
 
 
 class EngineClient:
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: EngineSettings, on_stage: OnStage = no_stages) -> None:
         self._settings = settings
-        self._process = EngineProcess(settings, self._take, self._die)
+        self._process = EngineProcess(settings, self._take, self._die, on_stage)
         self._table = RequestTable()
         self._sharer: EngineSharer | None = None
+        self.histories: PhaseHistories | None = None
+        """Where phases of own requests are noted, for traces; the engine tells them once it was ordered to (ReportChanges).
+        None: no traces are made."""
         self._answers: dict[int, asyncio.Future[list[BufferedTokenStream[int]]]] = {}
         """By ticket: the answers that submitters wait for."""
         self._streams: dict[int, BufferedTokenStream[int]] = {}
@@ -91,6 +96,8 @@ class EngineClient:
         self._drafts = DraftGauges()
         self._traffic = PeerTraffic()
         self._store_traffic = StoreTraffic()
+        self._step_sizes = StepSizes()
+        self._kv_event_traffic = KvEventTraffic()
         self.info = EngineInfo(context_tokens=0, vocabulary=0, slots=0, blocks=0, block_size=0)
         self.details = ""
         self.fingerprint = b""
@@ -107,6 +114,7 @@ class EngineClient:
         await self._process.start()
 
     async def wait_ready(self) -> None:
+        """Raises SetupError where the engine cannot serve what was asked for, EngineDead where it failed otherwise."""
         ready = await self._ready
         if ready.version != WIRE_VERSION:
             raise EngineDead(f"the engine speaks version {ready.version} of the wire format, this front end {WIRE_VERSION}")
@@ -116,6 +124,7 @@ class EngineClient:
             slots=ready.slots,
             blocks=ready.blocks,
             block_size=ready.block_size,
+            prefix_cache=self._settings.prefix_cache,
         )
         self.details = ready.details
         self.fingerprint = ready.fingerprint
@@ -170,6 +179,9 @@ class EngineClient:
             self._drafts,
             self._traffic,
             self._store_traffic,
+            self._step_sizes,
+            stalls=int(self._death is not None and self._death.is_stall),
+            kv_events=self._kv_event_traffic,
             role=self._settings.role,
             victim_policy=self._settings.victims,
         )
@@ -266,10 +278,16 @@ class EngineClient:
             self._drafts = DraftGauges(message.draft_tokens, message.accepted_draft_tokens)
         if isinstance(message, StepOutput | Pulse):
             self._gauges = message.gauges
+            if self.histories is not None and isinstance(message, Pulse):
+                self.histories.record(message.notes)
         elif isinstance(message, PeerTraffic):
             self._traffic = message
         elif isinstance(message, StoreTraffic):
             self._store_traffic = message
+        elif isinstance(message, StepSizes):
+            self._step_sizes = message
+        elif isinstance(message, KvEventTraffic):
+            self._kv_event_traffic = message
         own = message if self._sharer is None else _own_part(message, self._sharer)
         if own is not None:
             self._take_own(own)
@@ -294,7 +312,7 @@ class EngineClient:
         match news:
             case GroupAccepted(ticket, serials):
                 # Made here, not by the submitter: a short request may end before the submitter wakes up.
-                streams = [BufferedTokenStream(self, serial) for serial in serials]
+                streams = [stream_of(self, serial, self.histories) for serial in serials]
                 self._streams.update(zip(serials, streams, strict=True))
                 self._answers.pop(ticket).set_result(streams)
             case GroupDeclined(ticket, refusal):
@@ -303,7 +321,9 @@ class EngineClient:
                 # Set here, not in `wait_ready`: newer gauges may have arrived by then.
                 self._gauges = ready.gauges
                 self._ready.set_result(ready)
-            case EngineFailed(reason):
+            case EngineFailed(reason, by_setup):
+                if by_setup and not self._ready.done():
+                    self._ready.set_exception(SetupError(reason))
                 # While it starts only its user reads the reason; later probes do.
                 self._die(NotServing("it failed", reason) if self._ready.done() else NotServing(reason))
 

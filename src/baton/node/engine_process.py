@@ -20,6 +20,7 @@ import zmq.asyncio
 
 from baton.api.engine import EngineDead, NotServing
 from baton.core.engine.progress_watch import LOOK_US, EngineBeat, ProgressWatch
+from baton.core.start_stage import OnStage, no_stages
 from baton.executor.python_command import python_command
 from baton.executor.scratch_folder import ScratchFolder
 from baton.node.clock import monotonic_us
@@ -29,7 +30,14 @@ from baton.node.leftovers import SCRATCH_PREFIX
 from baton.node.process_activity import ProcessActivity
 from baton.node.recording import DUMP_SIGNAL, DUMPED_NAME
 from baton.node.settings import EngineSettings
-from baton.wire.engine_messages import FromEngine, ReadyMessage, decode_beat, decode_from_engine
+from baton.wire.engine_messages import (
+    FromEngine,
+    ReadyMessage,
+    StartStage,
+    decode_beat,
+    decode_from_engine,
+    decode_from_starting_engine,
+)
 
 log = logging.getLogger("baton.engine")
 
@@ -45,13 +53,18 @@ BEAT_BYTES_MAX = 4096
 
 class EngineProcess:
     def __init__(
-        self, settings: EngineSettings, on_message: Callable[[FromEngine], None], on_end: Callable[[NotServing], None]
+        self,
+        settings: EngineSettings,
+        on_message: Callable[[FromEngine], None],
+        on_end: Callable[[NotServing], None],
+        on_stage: OnStage = no_stages,
     ) -> None:
         self._scratch = ScratchFolder(SCRATCH_PREFIX)  # mode 0700: no other user reaches the socket
         self._folder = self._scratch.path
         self._settings = replace(settings, endpoint=f"ipc://{self._folder}/engine")
         self._on_message = on_message
         self._on_end = on_end
+        self._on_stage = on_stage
         self._context: zmq.asyncio.Context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set_hwm(QUEUED_MESSAGES_MAX)
@@ -137,7 +150,11 @@ class EngineProcess:
     async def _receive(self) -> None:
         yielded_us = monotonic_us()
         while True:
-            message = decode_from_engine(await self._socket.recv())
+            frame = await self._socket.recv()
+            message = decode_from_engine(frame) if self._is_ready else decode_from_starting_engine(frame)
+            if isinstance(message, StartStage):
+                self._on_stage(message.name)
+                continue
             if isinstance(message, ReadyMessage):
                 self._is_ready = True
                 self._progress.ready(message.tried_step_us, monotonic_us())
@@ -164,7 +181,7 @@ class EngineProcess:
         if self._stopping or process.returncode is not None:
             return
         log.error("the engine is stalled: %s", stall)
-        self._on_end(NotServing(f"it stalled and was killed; {stall}"))
+        self._on_end(NotServing(f"it stalled and was killed; {stall}", is_stall=True))
         self._stopping = True  # its exit is no further news
         self._may_stop.clear()
         try:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from importlib.metadata import version
@@ -21,13 +23,16 @@ from baton.core.config import (
     WorkerConfig,
 )
 from baton.core.engine.plan import StepPlan, StepResult
+from baton.core.errors import BatonError
+from baton.core.start_stage import OnStage, no_stages
 from baton.executor.constraints.compiled_cache import NO_CONSTRAINTS, CompiledConstraints, DeferredBackend
 from baton.executor.constraints.contract import ConstraintBackend, ConstraintError
 from baton.executor.constraints.scripted_backend import ScriptedBackend
 from baton.executor.contract import Allocate, Executor, ExecutorShape, KvView, LayerDone, zeroed
 from baton.executor.drafts import DraftProposer, NaiveProposer, NgramProposer
 from baton.executor.scripted import ScriptedExecutor
-from baton.node.devices import choose_device, find_devices
+from baton.node.devices import NAMES, choose_device, find_devices
+from baton.node.model_memory import OutOfMemory, check_memory
 from baton.node.scripted_text import BYTE_VOCABULARY
 from baton.node.settings import CPU_KV_BYTES, DeviceChoice, EngineSettings, SpeculateMethod
 
@@ -56,27 +61,55 @@ class BuiltExecutor:
     """What it has compiled, and compiles with."""
 
 
-def build_executor(settings: EngineSettings, allocate: Allocate = zeroed) -> BuiltExecutor:
+def build_executor(settings: EngineSettings, allocate: Allocate = zeroed, on_stage: OnStage = no_stages) -> BuiltExecutor:
     """The configured executor."""
     proposer = build_proposer(settings)  # first: loading a model takes long, and the settings may be wrong
     if settings.model_folder is None:
         return _scripted(settings, allocate)
-    device = choose_device(settings, find_devices())
+    on_stage("importing torch")
+    device = choose_device(settings, find_devices(settings.device))
     if settings.threads is not None:
         import torch
 
         torch.set_num_threads(settings.threads)
     folder = Path(settings.model_folder)
     build = _on_cuda if device is DeviceChoice.CUDA else partial(_on_cpu, allocate=allocate)
-    built = build(settings, folder, proposer)
+    with _told_in_one_line(NAMES[device]):
+        built = build(settings, folder, proposer, on_stage=on_stage)
     details = f"{settings.dtype} on {built.details}" + (f", {proposer}" if settings.burst > 1 else "")
     return replace(built, details=details)
 
 
-def _on_cpu(settings: EngineSettings, folder: Path, proposer: DraftProposer, allocate: Allocate) -> BuiltExecutor:
+class CannotBuild(BatonError):
+    """A library failed while the executor was made."""
+
+
+@contextlib.contextmanager
+def _told_in_one_line(device: str) -> Iterator[None]:
+    """What libraries raise becomes one line; where it comes from is logged at debug."""
+    import torch
+
+    try:
+        yield
+    except BatonError:
+        raise
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise OutOfMemory(
+            f"{device} memory ran out while the model was loaded; take less for KV (--kv-memory, --kv-blocks), a smaller "
+            "--dtype, or stop what else uses it"
+        ) from error
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise CannotBuild(f"{device}: {type(error).__name__}: {reason} (--log-level debug shows where)") from error
+
+
+def _on_cpu(
+    settings: EngineSettings, folder: Path, proposer: DraftProposer, allocate: Allocate, on_stage: OnStage
+) -> BuiltExecutor:
     # Imported here because torch takes seconds, and the scripted executor must not pay for it.
     from baton.executor.cpu.executor import TorchCpuExecutor
 
+    check_memory(settings, folder)
     executor = TorchCpuExecutor.load(
         folder,
         dtype=settings.dtype,
@@ -91,7 +124,9 @@ def _on_cpu(settings: EngineSettings, folder: Path, proposer: DraftProposer, all
         proposer=proposer,
         constrained_burst=_constrained_burst(settings),
         backends=partial(constraint_backends, folder),
+        on_stage=on_stage,
     )
+    on_stage("trying a step")
     return BuiltExecutor(executor, "CPU", executor.try_step(settings.step_tokens), executor.constraints)
 
 
@@ -120,7 +155,7 @@ def _constrained_burst(settings: EngineSettings) -> int:
     return min(CONSTRAINED_BURST, settings.block_size, settings.step_tokens // settings.slots)
 
 
-def _on_cuda(settings: EngineSettings, folder: Path, proposer: DraftProposer) -> BuiltExecutor:
+def _on_cuda(settings: EngineSettings, folder: Path, proposer: DraftProposer, on_stage: OnStage) -> BuiltExecutor:
     # Imported here because it imports triton, which is not installed everywhere.
     from baton.executor.cuda.executor import TorchCudaExecutor
 
@@ -138,6 +173,7 @@ def _on_cuda(settings: EngineSettings, folder: Path, proposer: DraftProposer) ->
         attention=settings.attention,
         batch_invariant=settings.batch_invariant,
         backends=partial(constraint_backends, folder),
+        on_stage=on_stage,
     )
     return BuiltExecutor(executor, executor.details, constraints=executor.constraints)
 
@@ -240,6 +276,20 @@ class PacedExecutor:
         self._inner.close()
 
 
+def warn_of_small_pool(settings: EngineSettings, config: WorkerConfig, block_bytes: int) -> None:
+    """Say so where the pool holds less than the longest sequence; at WARNING where that length was asked for."""
+    if config.pool_tokens >= config.context_tokens:
+        return
+    asked = settings.context_tokens is not None
+    blocks = -(-config.context_tokens // config.block_size)
+    wanted = f"--kv-memory {blocks * block_bytes}" if block_bytes else f"--kv-blocks {blocks}"
+    log.log(
+        logging.WARNING if asked else logging.INFO,
+        "the KV pool holds sequences of %d tokens, and %s is %d: longer requests are refused; %s holds the longest",
+        config.pool_tokens, "--max-model-len" if asked else "the model's context", config.context_tokens, wanted,
+    )  # fmt: skip
+
+
 def worker_config(
     settings: EngineSettings,
     shape: ExecutorShape,
@@ -256,6 +306,7 @@ def worker_config(
         burst=shape.burst,
         constrained_burst=shape.constrained_burst,
         constraint_backends=constraint_backends,
+        kv_events=settings.kv_events_endpoint is not None,
         role=ROLES[settings.role],
         handover=HandoverConfig(**handover),
         tiers=_tiers(settings, block_bytes) if block_bytes else TierConfig(),

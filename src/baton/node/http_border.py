@@ -26,6 +26,7 @@ from baton.node.client_address import (
     is_local_name,
     parse_address,
 )
+from baton.node.server_certificate import ServerCertificate
 
 log = logging.getLogger("baton.http")
 
@@ -83,10 +84,18 @@ class Client(Protocol):
 class HttpBorder(ServerState):
     """Uvicorn's state of a server, which it gives to every connection, and the limits."""
 
-    def __init__(self, limits: HttpLimits, count: Callable[[str], None], clock_s: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        limits: HttpLimits,
+        count: Callable[[str], None],
+        clock_s: Callable[[], float],
+        certificate: ServerCertificate | None = None,
+    ) -> None:
+        """With a certificate connections speak TLS."""
         super().__init__()
         self.limits = limits
         self.clock_s = clock_s
+        self.certificate = certificate
         self.table: ConnectionTable[Client] = ConnectionTable(
             limits.connections, limits.connections_per_address, limits.probe_connections
         )

@@ -30,6 +30,9 @@ END_OF_HEADER = b"\r\n\r\n"
 CHUNKED_PIECE_BYTES = 2048
 """Where a body's end is not known beforehand, as much may be parsed beyond it: a few dozen requests at most."""
 BAD_REQUEST = ApiError(400, "This is no HTTP request", code="bad_request")
+TLS_HANDSHAKE = b"\x16\x03"
+"""The first bytes of every TLS connection: a record of type handshake, version 3.x."""
+TLS_TO_HTTP = ApiError(400, "This port speaks plain HTTP, not TLS: use http://", code="tls_to_plain_http")
 UPGRADE = "upgrade"
 
 
@@ -93,8 +96,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         refusal = self._border.admit(self, host)
         if refusal is not None:
             self._clock.enter(ConnectionPhase.CLOSING, self._border.clock_s())
-            self._write(refusal)
-            self.transport.close()
+            self._turn_away(refusal)
+
+    def _turn_away(self, refusal: ApiError) -> None:
+        """Close a connection that is not admitted."""
+        self._write(refusal)
+        self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._border.table.close(self)
@@ -119,6 +126,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             case Overdue.HEADER | Overdue.BODY:
                 what = "header" if overdue is Overdue.HEADER else "body"
                 self._refuse(ApiError(408, f"The {what} of the request took too long", code=overdue.value))
+            case Overdue.HANDSHAKE:
+                self._border.refused(overdue.value, self.who, "the TLS handshake took too long")
+                self.transport.abort()
             case Overdue.UNREAD:
                 self._border.refused(overdue.value, self.who, "the client has stopped reading its answer")
                 self.transport.abort()
@@ -184,7 +194,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             # The request is answered as if it had not asked.
             self._border.refused(UPGRADE, self.who, "asked for another protocol, which this server does not speak")
         except httptools.HttpParserError:
-            self._refuse(self._refusal or BAD_REQUEST)
+            is_tls = self._unparsed.startswith(TLS_HANDSHAKE, begun)
+            self._refuse(self._refusal or (TLS_TO_HTTP if is_tls else BAD_REQUEST))
             return
         if self._quiet_bytes >= self._limits.header_bytes_max:
             self._refuse(self._too_large(f"larger than {self._limits.header_bytes_max} bytes"))

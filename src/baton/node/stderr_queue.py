@@ -18,6 +18,9 @@ import sys
 import threading
 from collections import deque
 
+from baton.node.log_lines import OPERATOR, json_line
+from baton.node.settings import LogFormat
+
 QUEUED_CHARS_MAX = 1 << 18
 WRITE_CHARS_MAX = 1 << 16
 EXIT_S_MAX = 1.0
@@ -27,8 +30,9 @@ EXIT_S_MAX = 1.0
 class LineQueue:
     """Text in the order it came, at most `chars_max` characters of it. Notices of what was dropped come on top of that."""
 
-    def __init__(self, chars_max: int = QUEUED_CHARS_MAX) -> None:
+    def __init__(self, chars_max: int = QUEUED_CHARS_MAX, log_format: LogFormat = LogFormat.TEXT) -> None:
         self._chars_max = chars_max
+        self._log_format = log_format
         self._pieces: deque[str] = deque()
         self._chars = 0
         self._missing = 0
@@ -64,7 +68,8 @@ class LineQueue:
 
     def _note_missing(self) -> None:
         if self._missing:
-            notice = f"{self._missing} log lines dropped: nobody read them\n"
+            notice = f"{self._missing} log lines dropped: nobody read them"
+            notice = (json_line(notice, "WARNING", OPERATOR) if self._log_format is LogFormat.JSON else notice) + "\n"
             self._missing = 0
             self._pieces.append(notice)
             self._chars += len(notice)
@@ -76,10 +81,10 @@ class QueuedStderr(io.TextIOBase):
     encoding = "utf-8"
     errors = "backslashreplace"
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, log_format: LogFormat = LogFormat.TEXT) -> None:
         super().__init__()
         self._descriptor = descriptor
-        self._queue = LineQueue()
+        self._queue = LineQueue(log_format=log_format)
         # Reentrant: a signal handler may log while its thread is inside `write`.
         self._changed = threading.Condition(threading.RLock())
         self._is_writing = False
@@ -139,13 +144,16 @@ class QueuedStderr(io.TextIOBase):
         return True
 
 
-def queue_stderr() -> None:
-    """Put a QueuedStderr in the place of `sys.stderr`, unless something else already stands there (as in tests)."""
+def queue_stderr(log_format: LogFormat = LogFormat.TEXT) -> None:
+    """Put a QueuedStderr in the place of `sys.stderr`, unless something else already stands there (as in tests).
+
+    `log_format`: of the line that says how many are missing.
+    """
     own = sys.__stderr__
     if own is None or sys.stderr is not own:
         return
     with contextlib.suppress(OSError, ValueError):  # a closed standard error stays as it is
-        sys.stderr = QueuedStderr(own.fileno())
+        sys.stderr = QueuedStderr(own.fileno(), log_format)
         atexit.register(drain_stderr, EXIT_S_MAX)
 
 

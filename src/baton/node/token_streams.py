@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
 from baton.api.engine import EngineDead, Sink, StreamEnd, TokenBurst
 from baton.api.logprob_columns import LogprobColumns, TokenLogprob
+from baton.api.tracing.stage_notes import ChoiceHistory
 from baton.core.engine.ended import EndedRequest
 from baton.core.routing.events import ChoiceOutcome
 from baton.wire.engine_messages import LogprobLine
@@ -91,3 +93,7 @@ def logprobs_of(tokens: Sequence[int], lines: Sequence[LogprobLine] | None) -> S
 def ended_of(end: EndedRequest | ChoiceOutcome) -> StreamEnd:
     """The end of a request, as its stream reports it."""
     return StreamEnd(end.reason, end.bill.cached_tokens, end.bill, end.fault)
+
+
+def with_history(burst: TokenBurst, ended: StreamEnd, history: ChoiceHistory) -> TokenBurst:
+    return replace(burst, ended=replace(ended, history=history))

@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request
 from starlette.middleware import Middleware
 from starlette.responses import Response
 
+from baton.api import openapi
 from baton.api.app import RouterExtras, create_app
 from baton.api.body_limits import PartialBodies
 from baton.api.constraint_compiler import ConstraintCompiler
@@ -22,11 +23,13 @@ from baton.api.metrics import Metrics
 from baton.api.model_text import ModelText
 from baton.api.responses import encode
 from baton.api.settings import ApiSettings
+from baton.api.tracing.request_tracing import RequestTracing
 from baton.core.config import ROLES
 from baton.core.engine.gauges import SchedulerGauges
+from baton.core.routing.expected_instances import ExpectedInstances
 from baton.core.routing.fleet_members import InstanceView
-from baton.router.admin_auth import AdminAuth
-from baton.router.dashboard import OPEN_PATHS, PAGE, Dashboard
+from baton.node.admin_auth import AdminAuth
+from baton.node.dashboard import OPEN_PATHS, PAGE, Dashboard
 from baton.router.fleet_engine import FleetEngine
 from baton.router.fleet_log import FleetEventLog
 from baton.router.idempotency import IdempotencyMiddleware
@@ -44,6 +47,7 @@ def create_router_app(
     orphan_grace_s: float,
     admin_key: str | None = None,
     compiler: ConstraintCompiler | None = None,
+    tracing: RequestTracing | None = None,
 ) -> FastAPI:
     partial_bodies = PartialBodies()
     idempotency = Middleware(
@@ -52,12 +56,14 @@ def create_router_app(
         body_bytes_max=settings.body_bytes_max,
         partial_bodies=partial_bodies,
     )
+    if admin_key is not None:
+        settings = replace(settings, metrics_keys=(*settings.metrics_keys, admin_key))
     operators = () if admin_key is None else (Middleware(AdminAuth, admin_key=admin_key),)
     if settings.api_keys and admin_key is not None:
         settings = replace(settings, api_keys=(*settings.api_keys, f":{admin_key}"))  # unchanged
     extras = RouterExtras(
         unclaimed=engine,
-        missing=lambda: missing(engine.views()),
+        missing=lambda: missing(engine.views(), engine.expected),
         inner=(idempotency, *operators),  # the last one is the outermost
         open_paths=frozenset(OPEN_PATHS),
         operator_keys=len(operators),
@@ -65,7 +71,7 @@ def create_router_app(
         partial_bodies=partial_bodies,
     )
     metrics.add(event_log)
-    app = create_app(engine, text, settings, metrics, extras, compiler=compiler)
+    app = create_app(engine, text, settings, metrics, extras, compiler=compiler, tracing=tracing)
     _add_routes(app, engine, sessions, event_log)
     dashboard.install(app)
     return app
@@ -84,12 +90,18 @@ def _add_routes(app: FastAPI, engine: FleetEngine, sessions: InstanceConnections
             message = f"No instance is called '{name[:128]}'; those of this router are: {known}"
             raise ApiError(404, message, param="name", code="not_found")
         sessions.drain(name)
-        lacks = missing(engine.views())
+        lacks = missing(engine.views(), engine.expected)
         warning = {} if lacks is None else {"warning": f"{lacks}: new requests wait, and are refused when nobody comes"}
         return _json({"name": name, "object": "instance", "draining": True} | warning)
 
-    app.add_api_route("/v1/instances", instances, methods=["GET"], response_model=None, response_class=Response)
-    app.add_api_route("/v1/instances/{name}/drain", drain, methods=["POST"], response_model=None, response_class=Response)
+    for path, method, endpoint, told in (
+        ("/v1/instances", "GET", instances, openapi.INSTANCES),
+        ("/v1/instances/{name}/drain", "POST", drain, openapi.DRAIN),
+    ):
+        app.add_api_route(
+            path, endpoint, methods=[method], response_model=None, response_class=Response, summary=told.summary,
+            responses=told.responses,
+        )  # fmt: skip
 
 
 def shown(view: InstanceView) -> dict[str, object]:
@@ -134,12 +146,15 @@ def ledger_fields(gauges: SchedulerGauges) -> dict[str, int]:
     }
 
 
-def missing(views: list[InstanceView]) -> NotServing | None:
+def missing(views: list[InstanceView], expected: ExpectedInstances) -> NotServing | None:
     """Why a router is not ready; None when it is."""
     if any(view.state == "ready" and ROLES[view.facts.role].serves for view in views):
         return None
     there = ", ".join(f"{view.facts.name} ({view.facts.role}, {view.state})" for view in views) or "nobody"
-    return NotServing("No instance of the role mixed or decode is ready", f"there is {there}")
+    reason = "No instance of the role mixed or decode is ready"
+    if expected.missing:
+        reason += f"; {expected.number - expected.missing} of {expected.number} expected ones have come so far"
+    return NotServing(reason, f"there is {there}")
 
 
 def _json(content: object) -> Response:

@@ -12,6 +12,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from baton.api.engine import ROUTER, UNKNOWN_CONTEXT, EngineInfo, Gauges, NotServing, StreamEnd, TokenBurst, TokenStream
 from baton.api.original_request import BadOrigin, OriginalRequest, decode_origin
 from baton.api.stream_resume import UnclaimedRequest
@@ -31,11 +33,12 @@ from baton.core.routing.events import (
     UnclaimedDropped,
     UnclaimedFound,
 )
+from baton.core.routing.expected_instances import ExpectedInstances
 from baton.core.routing.fleet_members import InstanceView
 from baton.core.routing.identity import RequestNumber
 from baton.core.routing.router import SETTLE_US
+from baton.node.dashboard_state import DashboardState
 from baton.node.token_streams import BufferedTokenStream, ended_of, logprobs_of
-from baton.router.dashboard_state import RouterState
 from baton.router.instance_connections import InstanceConnections
 from baton.router.lifetime_totals import LifetimeTotals
 from baton.wire.engine_messages import LogprobLine
@@ -71,7 +74,7 @@ class _UnclaimedEntry:
 
 
 class FleetEngine:
-    def __init__(self, connections: InstanceConnections, state: RouterState, vocabulary: int) -> None:
+    def __init__(self, connections: InstanceConnections, state: DashboardState, vocabulary: int) -> None:
         """`vocabulary` is the tokenizer's; prompts are checked against it before any instance has joined."""
         self._connections = connections
         self._state = state
@@ -110,6 +113,7 @@ class FleetEngine:
                 steps=self._totals.of("steps"),
                 handovers=HandoverGauges(made=self._totals.of("handovers")),
             ),
+            stalls=router.counts.suspicions["stuck"],
             role=ROUTER,
             fleet_preemptions=self._totals.of("preemptions"),
         )
@@ -169,9 +173,9 @@ class FleetEngine:
 
     def _drop(self, entry: _OpenRequest) -> None:
         """Forget the request; streams that are still read get an end."""
-        for stream, over, end, places in zip(entry.streams, entry.over, entry.ends, entry.places, strict=True):
+        for choice, (stream, over, end) in enumerate(zip(entry.streams, entry.over, entry.ends, strict=True)):
             if not over:
-                stream.push(TokenBurst((), (), StreamEnd(end or FinishReason.ABORT, 0, places=places)))
+                stream.push(TokenBurst((), (), self._told(entry, choice, StreamEnd(end or FinishReason.ABORT, 0))))
         self._close(entry)
 
     # ── events of the router ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -224,12 +228,30 @@ class FleetEngine:
                 stream.fail("log-probabilities were lost with an instance")
                 return
             unclaimed.found.logprobs_from[act.choice] = len(act.tokens) - len(lines)
-        for burst in bursts_of(tuple(act.tokens), lines, act.cached_tokens, act.outcome, _parts(act.prompt_extras)):
-            stream.push(burst if burst.ended is None else _placed(burst, burst.ended, entry.places[act.choice]))
+        outcome = act.outcome
+        if outcome is not None and outcome.reason is FinishReason.ABORT:
+            outcome = self._with_times(outcome, act)
+        for burst in bursts_of(tuple(act.tokens), lines, act.cached_tokens, outcome, _parts(act.prompt_extras)):
+            ended = None if burst.ended is None else self._told(entry, act.choice, burst.ended)
+            stream.push(burst if ended is None else replace(burst, ended=ended))
         if act.outcome is not None:
             entry.over[act.choice] = True
             if all(entry.over) and unclaimed is None:
                 self._close(entry)
+
+    def _told(self, entry: _OpenRequest, choice: int, ended: StreamEnd) -> StreamEnd:
+        """With where it ran, and when."""
+        return replace(ended, places=entry.places[choice], history=self._state.timeline(entry.number, choice))
+
+    def _with_times(self, outcome: ChoiceOutcome, act: DeliverTokens) -> ChoiceOutcome:
+        """A cancelled choice gets no bill of the instance that it was at: its times are those that were seen from here."""
+        times = self._state.phases(act.request, act.choice)
+        if times is None:
+            return outcome
+        bill = msgspec.structs.replace(
+            outcome.bill, queue_us=times.queue_us, prefill_us=times.prefill_us, decode_us=times.decode_us
+        )
+        return msgspec.structs.replace(outcome, bill=bill)
 
     def _declined(self, number: RequestNumber, refusal: Refusal) -> None:
         entry = self._requests.get(number)
@@ -301,11 +323,20 @@ class FleetEngine:
     def views(self) -> list[InstanceView]:
         return self._connections.router_sessions.router.views()
 
+    @property
+    def expected(self) -> ExpectedInstances:
+        return self._connections.router_sessions.router.expected
+
     def sample_views(self) -> list[InstanceView]:
         """`views`, and update the lifetime totals. Call regularly: counts of an instance that was never looked at are
         lost."""
         self._totals.update(views := self.views())
         return views
+
+    def request_id(self, number: RequestNumber) -> str:
+        """The client's id of an open request; "-" where it is over."""
+        entry = self._requests.get(number)
+        return "-" if entry is None else entry.owner.request_id
 
     @property
     def unclaimed(self) -> int:
@@ -323,9 +354,13 @@ class FleetEngine:
 
     def give_up(self) -> None:
         """The router stops now: open streams end with an error. Nothing is cancelled."""
+        refusal = Refusal(RefusalCode.DRAINING, "this router was stopped", 1)
+        if absent := self.expected.missing:
+            text = f"{refusal.message}, and {absent} of {self.expected.number} expected instances never came"
+            refusal = replace(refusal, code=RefusalCode.NO_INSTANCE, message=text)
         for entry in list(self._requests.values()):
             if entry.opening is not None and not entry.opening.done():
-                entry.opening.set_exception(Refused(Refusal(RefusalCode.DRAINING, "this router was stopped", 1)))
+                entry.opening.set_exception(Refused(refusal))
             for stream, over in zip(entry.streams, entry.over, strict=True):
                 if not over:
                     stream.fail("this router was stopped")
@@ -363,10 +398,6 @@ def bursts_of(
     bare = 0 if lines is None else len(tokens) - len(lines)
     rest = TokenBurst(tokens[bare:], logprobs_of(tokens[bare:], lines), ended, cached_tokens, prompt)
     return [TokenBurst(tokens[:bare], (), None, cached_tokens), rest] if bare else [rest]
-
-
-def _placed(burst: TokenBurst, ended: StreamEnd, places: tuple[str, ...]) -> TokenBurst:
-    return replace(burst, ended=replace(ended, places=places))
 
 
 def _lines(extras: object) -> Sequence[LogprobLine] | None:

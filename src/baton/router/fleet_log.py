@@ -16,10 +16,13 @@ from baton.core.config import ROLES
 from baton.core.routing.events import FleetChanged
 from baton.router.fleet_engine import FleetEngine
 from baton.router.instance_connections import InstanceConnections
+from baton.router.move_log import MoveLog
 from baton.wire.router_sessions import Act
 
 EVENTS_MAX = 1024
 STATES = ("ready", "draining")
+CHANGES = ("joined", "draining", "left", "lost", "suspected", "stuck", "fenced", "refused")
+"""Every `FleetChanged.what`."""
 
 
 class FleetEventLog(Collector):
@@ -27,9 +30,11 @@ class FleetEventLog(Collector):
         self._sessions = sessions
         self._engine = engine
         self._events: deque[dict[str, object]] = deque(maxlen=EVENTS_MAX)
-        self._changes: Counter[str] = Counter()
+        self._changes = Counter(dict.fromkeys(CHANGES, 0))  # a rate over a series that was missing misses its first event
         self._numbers = 0
+        self._moves = MoveLog(engine.request_id, sessions.router_sessions.router.known_tokens)
         sessions.watch(self._take)
+        sessions.watch(self._moves.take)
 
     def events(self) -> list[dict[str, object]]:
         """The latest events, oldest first."""
@@ -75,6 +80,7 @@ class FleetEventLog(Collector):
         yield _by("instance_events", "Changes of the fleet", "what", self._changes)
         yield _by("suspicions", "Instances taken out without a word from them", "what", counts.suspicions)
         yield _by("retries", "Choices that went on elsewhere", "cause", counts.retries)
+        yield from self._moves.metrics()
         yield CounterMetricFamily(
             "baton_moved_tokens", "Generated tokens that travelled with a choice", value=counts.moved_tokens
         )

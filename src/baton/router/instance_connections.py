@@ -102,6 +102,10 @@ class InstanceConnections:
         now_us = self.clock_us()
         self._perform(self.router_sessions.claim(number, now_us, group), now_us)
 
+    def mask_came(self, number: RequestNumber, choice: int, outputs: int, digest: bytes) -> None:
+        now_us = self.clock_us()
+        self._perform(self.router_sessions.mask_came(number, choice, outputs, digest, now_us), now_us)
+
     def drain(self, name: str) -> None:
         now_us = self.clock_us()
         self._perform(self.router_sessions.drain(name, now_us), now_us)

@@ -20,22 +20,26 @@ from fastapi import FastAPI
 from baton.api.metrics import Metrics
 from baton.api.model_text import ModelText, load_text
 from baton.api.settings import ApiSettings
+from baton.api.tracing.request_tracing import RequestTracing
 from baton.core.routing.config import RouterConfig
 from baton.core.routing.router import Router
 from baton.node.byte_text import load_byte_text
+from baton.node.clear_links import clear_links_of_http, clear_links_of_router, tell_clear_links
 from baton.node.clock import monotonic_us
 from baton.node.constraint_workers import ConstraintWorkers
+from baton.node.dashboard import Dashboard
+from baton.node.dashboard_state import DashboardState
 from baton.node.descriptors import raise_descriptor_limit
 from baton.node.gc_pauses import freeze_gc
 from baton.node.http_border import HttpLimits
 from baton.node.http_server import (
-    CannotServe,
     HttpServer,
     Say,
     StopSignals,
     address_of,
     api_settings,
     bind,
+    check_admin_key,
     check_host,
     http_limits,
     listener_key,
@@ -44,18 +48,22 @@ from baton.node.http_server import (
     url_of,
 )
 from baton.node.leftovers import process_scratch
+from baton.node.model_cache import used_model
 from baton.node.models import mark_of, resolve_model
+from baton.node.otlp import check_endpoint
 from baton.node.recording import DUMP_SIGNAL, close_recorders, ignore_dump_signal, open_recorder
 from baton.node.scripted_text import write_byte_tokenizer
 from baton.node.secrets import shared_prefix_secret
+from baton.node.server_certificate import ServerCertificate, server_certificate
+from baton.node.start_stages import StageLines, StartStages
 from baton.node.stderr_queue import stderr_lines_dropped
 from baton.node.torch_import import block_torch_import
+from baton.node.tracing import ProcessTraces
 from baton.router.app import create_router_app
-from baton.router.dashboard import Dashboard
-from baton.router.dashboard_state import RouterState
 from baton.router.fleet_engine import FleetEngine
 from baton.router.fleet_log import FleetEventLog
 from baton.router.instance_connections import InstanceConnections
+from baton.router.mask_digests import MaskDigests
 from baton.router.settings import RouterProcessSettings
 from baton.wire.router_sessions import RouterSessions
 from baton.wire.watched_sessions import WatchedSessions, weight_of
@@ -72,8 +80,8 @@ class RouterSettings(RouterProcessSettings):
 
     def __post_init__(self) -> None:
         check_host(self.host, self.api_keys)
-        if self.admin_key is not None and self.admin_key.split() != [self.admin_key]:
-            raise CannotServe("--admin-key is empty or has white space in it")
+        check_endpoint(self.otlp_endpoint)
+        check_admin_key(self.admin_key)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -84,7 +92,9 @@ def route(settings: RouterSettings, say: Say) -> None:
     """Route until told to stop. Raises CannotServe, or the error in the settings, where it cannot."""
     raise_descriptor_limit()
     api, limits = api_settings(settings, settings.names), http_limits(settings)
+    certificate = server_certificate(settings)
     key = listener_key(settings.join_host, settings.cluster_key, settings.cluster_key_file)
+    tell_clear_links(clear_links_of_http(settings) + clear_links_of_router(settings.join_host))
     clients = bind(settings.host, settings.port, "--port")
     try:
         instances = bind(settings.join_host, settings.join_port, "--join-port")
@@ -92,7 +102,9 @@ def route(settings: RouterSettings, say: Say) -> None:
             with process_scratch() as scratch:
                 folder = _text_folder(settings, scratch, say)
                 block_torch_import()
-                uvloop.run(_Process(settings, api, limits, key, say).run(clients, instances, folder))
+                with used_model(folder):
+                    process = _Process(settings, api, limits, certificate, key, say)
+                    uvloop.run(process.run(clients, instances, folder))
         finally:
             instances.close()
     finally:
@@ -101,16 +113,26 @@ def route(settings: RouterSettings, say: Say) -> None:
 
 def _text_folder(settings: RouterSettings, scratch: Path, say: Say) -> Path:
     if not settings.scripted:
-        return resolve_model(settings.model, say)
+        stages = StartStages(StageLines(say))
+        return resolve_model(settings.model, stages.begin, own_template=settings.chat_template is None)
     write_byte_tokenizer(scratch)
     return scratch
 
 
 class _Process:
-    def __init__(self, settings: RouterSettings, api: ApiSettings, limits: HttpLimits, key: bytes, say: Say) -> None:
+    def __init__(
+        self,
+        settings: RouterSettings,
+        api: ApiSettings,
+        limits: HttpLimits,
+        certificate: ServerCertificate | None,
+        key: bytes,
+        say: Say,
+    ) -> None:
         self._settings = settings
         self._api = api
         self._limits = limits
+        self._certificate = certificate
         self._key = key
         self._say = say
         self._signals = StopSignals()
@@ -129,13 +151,16 @@ class _Process:
             asyncio.get_running_loop().add_signal_handler(DUMP_SIGNAL, recorder.dump_soon, "SIGUSR1")
         watched = router_sessions if recorder is None else WatchedSessions(router_sessions, recorder.watch)
         sessions = InstanceConnections(watched, self._key, name)
-        state = RouterState(monotonic_us())
+        state = DashboardState(monotonic_us())
         engine = FleetEngine(sessions, state, text.vocabulary)
-        metrics = Metrics(engine, self._settings.names[0], stderr_lines_dropped)
+        metrics = Metrics(engine, self._settings.names[0], stderr_lines_dropped, self._settings.metrics_names)
         compiler = ConstraintWorkers(text_folder, metrics)
         compiler.start_early()
-        app = self._app(engine, sessions, state, text, metrics, compiler)
-        http = HttpServer(app, self._limits, metrics.count_http_refusal)
+        sessions.watch(MaskDigests(compiler, sessions).take)
+        traces = ProcessTraces(self._settings, "baton-router", name)
+        traces.show(metrics)
+        app = self._app(engine, sessions, state, text, metrics, compiler, traces.tracing)
+        http = HttpServer(app, self._limits, metrics.count_http_refusal, self._certificate)
         await sessions.open(instances)
         serving = http.start(clients)
         freeze_gc()
@@ -147,6 +172,7 @@ class _Process:
         engine.give_up()  # open streams end with this error instead of a broken connection
         http.should_exit = True
         await serving
+        await traces.close()
         await compiler.close()
         sessions.close("this router was stopped")
         close_recorders()
@@ -162,17 +188,18 @@ class _Process:
         self,
         engine: FleetEngine,
         sessions: InstanceConnections,
-        state: RouterState,
+        state: DashboardState,
         text: ModelText,
         metrics: Metrics,
         compiler: ConstraintWorkers,
+        tracing: RequestTracing | None,
     ) -> FastAPI:
         dashboard = Dashboard(state, monotonic_us, engine.views, demo=self._settings.demo)
         event_log = FleetEventLog(sessions, engine)
         grace_s = self._settings.config.orphan_grace_us / 1e6
         admin_key = self._settings.admin_key
         return create_router_app(
-            engine, sessions, event_log, dashboard, text, self._api, metrics, grace_s, admin_key, compiler
+            engine, sessions, event_log, dashboard, text, self._api, metrics, grace_s, admin_key, compiler, tracing
         )
 
     async def _until_over(self, engine: FleetEngine, serving: asyncio.Task[None]) -> None:
@@ -190,7 +217,7 @@ class _Process:
         at_once.cancel()
 
     def _banner(self, clients: socket.socket, instances: socket.socket) -> str:
-        url, at = url_of(clients), address_of(instances)
+        url, at = url_of(clients, self._certificate), address_of(instances)
         return (
             f"instances join at {at}, with: baton serve … --router {at}\n"
             f"{self._settings.names[0]} is served at {url}\n"
@@ -198,7 +225,7 @@ class _Process:
         )
 
 
-async def _sample(state: RouterState, engine: FleetEngine, router: Router) -> None:
+async def _sample(state: DashboardState, engine: FleetEngine, router: Router) -> None:
     while True:
         await asyncio.sleep(SAMPLE_S)
         state.sample(engine.sample_views(), router.waiting, monotonic_us())

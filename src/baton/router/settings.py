@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated
 
 from baton.core.setting import Panel, Setting
-from baton.node.settings import HttpSettings, RecordSettings
+from baton.node.settings import AdminSettings, HttpSettings, RecordSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterProcessSettings(HttpSettings, RecordSettings):
+class RouterProcessSettings(HttpSettings, AdminSettings, RecordSettings):
     """MODEL provides tokeniser and chat template; no weights are loaded."""
 
-    admin_key: Annotated[
-        str | None,
-        Setting(
-            "admin-key", Panel.API,
-            "Once set, only this key sees and drains instances and opens the dashboard. It is an API key too.",
-            after="api-key",
-        ),
-    ] = field(default=None, repr=False)  # fmt: skip
-    """None: every caller is an operator."""
     join_host: Annotated[
         str,
         Setting("join-host", Panel.INSTANCES, "Address where instances join. Another than loopback needs a cluster key."),

@@ -69,7 +69,13 @@ from baton.wire.router_messages import (
 from baton.wire.router_sessions import Act, CloseConnection, SayToInstance
 
 COUNT_EVERY = 8
-ABOUT_THE_INSTANCE = (RefusalCode.DRAINING, RefusalCode.QUEUE_FULL, RefusalCode.WRONG_ROLE, RefusalCode.DUPLICATE_ID)
+ABOUT_THE_INSTANCE = (
+    RefusalCode.DRAINING,
+    RefusalCode.QUEUE_FULL,
+    RefusalCode.WRONG_ROLE,
+    RefusalCode.DUPLICATE_ID,
+    RefusalCode.OTHER_BACKEND_VERSION,
+)
 
 
 class RouterExcuses(Protocol):
@@ -96,7 +102,7 @@ class AttemptBook(RouterWatcher):
 
     def begin(self, now_us: int) -> None:
         """Start with an empty record: the router process is new."""
-        self._life = RouterLifeSeen(now_us, now_us, now_us)
+        self._life = RouterLifeSeen(now_us, now_us, now_us, began_us=now_us)
         self._laws = AttemptLaws(self._config, self._life)
 
     def members(self) -> dict[int, set[bytes]]:
@@ -121,6 +127,7 @@ class AttemptBook(RouterWatcher):
 
     def asked(self, number: RequestNumber, group: Sequence[Submission], origin: bytes, now_us: int) -> None:
         choices = []
+        self._life.asked_us = now_us if self._life.asked_us is None else self._life.asked_us
         for index, item in enumerate(group):
             choices.append(ChoiceSeen(index, item.request_id, item, item.prompt.tobytes(), max_tokens=item.max_tokens))
         self._seniority[origin] = [item.seniority for item in group]
@@ -182,6 +189,7 @@ class AttemptBook(RouterWatcher):
                 for placement, serial in zip(attempt.placements if attempt is not None else (), serials, strict=False):
                     placement.serial, placement.opened_us = serial, now_us
                     placement.request.accepted = True
+                    placement.choice.version_refused_us = None
                     session.serials[serial] = placement
                     self._touch(placement)
                     if placement.choice.placement is not placement:  # another instance has reported the choice meanwhile
@@ -421,7 +429,7 @@ class AttemptBook(RouterWatcher):
         welcomed = [session for session in self._life.sessions.values() if session.welcomed]
         for session in welcomed:
             self._laws.in_time(session, now_us)
-        serves = any(session.serves for session in welcomed)
+        serves = self._life.note_serving(welcomed)
         if serves or self._life.serves:
             self._life.served_us = now_us
         if not serves:
@@ -456,7 +464,7 @@ class AttemptBook(RouterWatcher):
             else:
                 found_not_younger(placement)
                 choice.losses = max(0, choice.losses - 1)  # its instance still had it
-                choice.no_room_us = None  # it has a place, though others had refused it
+                choice.no_room_us = choice.version_refused_us = None  # it has a place, though others had refused it
             if before is not None:
                 self._life.left_behind.append(before)
             choice.placement = placement
@@ -511,6 +519,8 @@ def _refused(placement: ChoiceAtInstance, code: RefusalCode, now_us: int) -> Non
     if was_called_back or choice.placement is not placement:
         return  # it has been found elsewhere meanwhile: the refusal comes too late to mean anything
     choice.turned_down_by = placement.session.name
+    if code is RefusalCode.OTHER_BACKEND_VERSION and choice.version_refused_us is None:
+        choice.version_refused_us = now_us
     if code in ABOUT_THE_INSTANCE:
         choice.no_room_us = now_us
     else:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.core.engine.request import FinishReason, Submission
+from msgspec.structs import replace
+
+from baton.core.engine.request import FinishReason, Sampling, Submission
 from baton.core.handover.faults import PdCode
 from baton.core.routing.config import RouterConfig
 from baton.core.routing.events import ChoiceOutcome
+from baton.executor.constraints.version_skew import digest_after
+from baton.executor.scripted import SCRIPTED_CONSTRAINTS
 from baton.sim.attempt_records import ChoiceAtInstance, ChoiceSeen, RequestSeen, RouterLifeSeen, SessionSeen
+from baton.sim.client_requests import VOCABULARY
 from baton.sim.law_names import (
     ANSWERS_IN_TIME,
     BACK_OFF,
@@ -104,11 +109,26 @@ class AttemptLaws:
         waits_since_us = max(c.waits_since_us for c in request.choices if c is choice or c.outcome is None)
         absent_us = now_us - max(life.served_us, request.arrived_us, waits_since_us)
         nobody = absent_us >= config.absent_us and not any(s.serves for s in life.sessions.values())
+        nobody = nobody and not self._is_awaited(life.began_us, now_us)
         overdue = now_us >= request.arrived_us + config.deadline_us and not request.accepted
         return choice.losses > losses_max or nobody or overdue
 
+    def _lacks_its_version(self, choice: ChoiceSeen, now_us: int) -> bool:
+        """Whether instances have refused it for the version of its constraint for as long as one with that version may take
+        to come back."""
+        refused_us = choice.version_refused_us
+        return refused_us is not None and now_us >= refused_us + self._config.absent_us
+
+    def _is_awaited(self, began_us: int | None, now_us: int) -> bool:
+        """Whether instances that were expected have not served yet, and the time that they have is not over."""
+        config = self._config
+        is_missing = len(self._life.served_names) < config.expected_instances
+        return is_missing and began_us is not None and now_us < began_us + config.start_us
+
     def deserved(self, request: RequestSeen, choice: ChoiceSeen, outcome: ChoiceOutcome, now_us: int) -> None:
         if outcome.reason in (FinishReason.STOP, FinishReason.LENGTH):
+            return
+        if self._lacks_its_version(choice, now_us):
             return
         if outcome.fault is not None and outcome.fault.code in NO_ROOM:
             raise LawBroken(ROOM_FOR_ALL, f"{choice.name} ends after {choice.yields} times no room: {outcome}")
@@ -141,6 +161,8 @@ class AttemptLaws:
                 continue
             since_us = max(request.arrived_us, *(choice.waits_since_us for choice in request.choices))
             alone_us = now_us - max(since_us, self._life.served_us, self._life.woke_us)
+            if self._is_awaited(self._life.asked_us, now_us):
+                continue
             if alone_us > config.absent_us + SLACK_US and not request.has_begun:
                 raise LawBroken(WAITS_IN_TIME, f"{request.origin!r} has waited for {alone_us} µs, and nobody serves")
         for session in self._life.sessions.values():
@@ -185,14 +207,27 @@ def same_request(choice: ChoiceSeen, item: Submission) -> None:
     asked = choice.asked
     if asked is None:
         return
+    sampling = _without_reference(choice, item.sampling)
     if item.prompt.tobytes() != choice.prompt or (asked.request_id, asked.sampling, asked.salt, asked.priority) != (
-        item.request_id, item.sampling, item.salt, item.priority,
+        item.request_id, sampling, item.salt, item.priority,
     ):  # fmt: skip
         raise LawBroken(GOES_ON, f"{choice.name} asked for {asked}, and its leg for {item}")
     if choice.max_tokens is None:
         choice.max_tokens = item.max_tokens
     if item.max_tokens != choice.max_tokens:
         raise LawBroken(GOES_ON, f"{choice.name} asked for {choice.max_tokens} tokens, its leg for {item.max_tokens}")
+
+
+def _without_reference(choice: ChoiceSeen, sampling: Sampling) -> Sampling:
+    """As the client asked for it. A mask for instances of another version to compare is the one after what was delivered."""
+    constraint = sampling.constraint
+    if constraint is None or isinstance(constraint.version, str):
+        return sampling
+    outputs, digest = constraint.version.outputs, constraint.version.digest
+    true = digest_after(SCRIPTED_CONSTRAINTS, constraint, choice.delivered, VOCABULARY)
+    if outputs != len(choice.delivered) or digest not in (b"", true):
+        raise LawBroken(GOES_ON, f"{choice.name} had {len(choice.delivered)} tokens, and its leg a mask after {outputs}")
+    return replace(sampling, constraint=replace(constraint, version=constraint.began_under))
 
 
 def not_younger(choice: ChoiceSeen, item: Submission, seniority: tuple[int, int] | None) -> None:

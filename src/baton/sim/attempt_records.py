@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.core.config import ROLES
@@ -169,6 +170,8 @@ class ChoiceSeen:
     turned_down_by: str = ""
     """The instance that refused it last, or was lost with it."""
     no_room_us: int | None = None
+    version_refused_us: int | None = None
+    """When an instance first refused it for the version of its constraint, since it had a place."""
     waits_since_us: int = 0
     """When an instance that had accepted it was last lost, ended it or was told to."""
     max_tokens: int | None = None
@@ -211,6 +214,11 @@ class RouterLifeSeen:
     """When an instance last served."""
     served_us_before: int
     """The last time at which no instance served."""
+    began_us: int = 0
+    asked_us: int | None = None
+    """When its first request came: it has begun by then."""
+    served_names: set[str] = field(default_factory=set)
+    """Names of instances that have served."""
     sessions: dict[Session, SessionSeen] = field(default_factory=dict)
     requests: dict[RequestNumber, RequestSeen] = field(default_factory=dict)
     origins: dict[bytes, RequestSeen] = field(default_factory=dict)
@@ -226,3 +234,9 @@ class RouterLifeSeen:
     """Just welcomed; cancellations of what it holds in vain follow at once."""
     serves: bool = False
     """Whether an instance served at the last check."""
+
+    def note_serving(self, members: Sequence[SessionSeen]) -> bool:
+        """Remember who serves; returns whether anybody does."""
+        serving = [session.name for session in members if session.serves]
+        self.served_names.update(serving)
+        return bool(serving)

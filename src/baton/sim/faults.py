@@ -80,6 +80,7 @@ class Fault(StrEnum):
     FORGED_BY_MEMBER = "forged frame of a member"
     SWALLOWED = "bytes of one direction acknowledged and never delivered"
     ORDER_LOST = "leg lost inside an instance, and never answered"
+    OTHER_VERSION = "answer continued under another version of its constraint's backend"
     CLOCK_BACK = "instance started with a clock set back, and joined above its former life"
     LEG_REFUSED = "leg refused by an instance"
     LEG_YIELDED = "leg ended for want of room"
@@ -146,6 +147,7 @@ CLASSES: dict[str, tuple[Fault, ...]] = {
     "crowding": (Fault.LEG_REFUSED, Fault.LEG_YIELDED),
     "one-way": (Fault.SWALLOWED, Fault.ORDER_LOST),
     "clock-back": (Fault.CLOCK_BACK,),
+    "version-skew": (Fault.OTHER_VERSION,),
     "copy-slow": (Fault.COPY_SLOW, Fault.COPY_WHILE_FENCING),
     "copy-fails": (Fault.COPY_FAILED,),
     "haul-fence": (Fault.HAUL_FENCE_SLOW,),
@@ -170,7 +172,7 @@ OF_PEERS = _NAMES[_NAMES.index("kv-broken") : _NAMES.index("router-crash")]
 """Drawn only for worlds where instances prefill for each other."""
 OF_ROUTERS = _NAMES[_NAMES.index("router-crash") : _NAMES.index("copy-slow")]
 """Drawn only for worlds with a router."""
-DRAWN_APART = ("one-way", "clock-back")
+DRAWN_APART = ("one-way", "clock-back", "version-skew")
 """Of those: drawn after all others, each with its own chance, so that what was drawn before stays the same. The chance is a
 band in the middle, so that worlds that alone show some bug are left as they were."""
 DRAWN_APART_SHARE = 0.15
@@ -298,6 +300,9 @@ class FaultRates:
     slow_devices: int = 0
     disagreement: float = 0.0
     """Chance per step."""
+    version_skew: int = 0
+    """1: every other mixed instance has another version of the backend for constraints; 2: all of them have another one than
+    the router, which then cannot tell its masks."""
     late_masks: float = 0.0
     """Chance per mask."""
     disconnect: float = 0.0
@@ -350,21 +355,10 @@ def draw_rates(stream_of: dict[str, random.Random], classes: Collection[str]) ->
     def times(name: str, most: int) -> int:
         return stream_of[name].randint(1, most) if name in classes else 0
 
-    network = _draw_network(rate)
-    disk = DiskRates(*(rate("disk", 0.1, 0.6) for _ in range(5)))
-    kv = KvRates(
-        broken=rate("kv-broken", 0.01, 0.12),
-        refused=rate("kv-refused", 0.01, 0.2),
-        flipped=rate("kv-flip", 0.02, 0.3),
-        stalled=rate("kv-stall", 0.05, 0.5),
-        lost=rate("kv-loss", 0.01, 0.2),
-        slow_fence=rate("slow-fence", 0.05, 0.6),
-        echo=rate("echo", 0.02, 0.3),
-    )
     return FaultRates(
-        network=network,
-        disk=disk,
-        kv=kv,
+        network=_draw_network(rate),
+        disk=DiskRates(*(rate("disk", 0.1, 0.6) for _ in range(5))),
+        kv=_draw_kv(rate),
         copies=_draw_copies(rate),
         store=_draw_store(rate),
         store_absences=times("store-away", 3),
@@ -393,6 +387,7 @@ def draw_rates(stream_of: dict[str, random.Random], classes: Collection[str]) ->
         swallowings=times("one-way", 2),
         lost_orders=times("one-way", 2),
         clock_steps=times("clock-back", 2),
+        version_skew=times("version-skew", 2),
         slow_devices=times("device", 3),
         disagreement=rate("device", 0.0, 0.03),
         late_masks=rate("device", 0.0, 0.5),
@@ -418,6 +413,18 @@ def _draw_network(rate: Rate) -> NetworkRates:
         bit_flip=rate("bit-flip", 0.001, 0.02),
         tamper=rate("tamper", 0.001, 0.02),
         connect_fails=rate("connect", 0.05, 0.5),
+    )
+
+
+def _draw_kv(rate: Rate) -> KvRates:
+    return KvRates(
+        broken=rate("kv-broken", 0.01, 0.12),
+        refused=rate("kv-refused", 0.01, 0.2),
+        flipped=rate("kv-flip", 0.02, 0.3),
+        stalled=rate("kv-stall", 0.05, 0.5),
+        lost=rate("kv-loss", 0.01, 0.2),
+        slow_fence=rate("slow-fence", 0.05, 0.6),
+        echo=rate("echo", 0.02, 0.3),
     )
 
 

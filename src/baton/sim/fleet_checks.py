@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from baton.sim.instance_host import InstanceHost
 from baton.sim.law_checker import LawChecker
 from baton.sim.law_names import FORGOTTEN, LIVENESS, TRUE_NAMES, LawBroken
+from baton.sim.line_times import LineTimes
 from baton.sim.router_faults import RouterFaults
 from baton.sim.router_host import RouterHost
 
@@ -19,10 +20,13 @@ CLAIMED_WITHIN_US = 500_000
 
 
 class FleetChecks:
-    def __init__(self, router_host: RouterHost, router_faults: RouterFaults, nodes: Sequence[InstanceHost]) -> None:
+    def __init__(
+        self, router_host: RouterHost, router_faults: RouterFaults, nodes: Sequence[InstanceHost], line_times: LineTimes
+    ) -> None:
         self.router_host = router_host
         self._router_faults = router_faults
         self._nodes = nodes
+        self._line_times = line_times
 
     def boot(self) -> None:
         self._router_faults.boot()
@@ -85,11 +89,13 @@ class FleetChecks:
     def may_be_forgotten(self, origin: bytes, lost_us: int) -> bool:
         """Whether the request was at no instance when the router crashed, or a fault hit such an instance or a router.
 
-        The fault may have happened since then, or so shortly before that the router had not noticed it.
+        The fault may have happened since then, or so shortly before that the router had not noticed it. Where the router was
+        down for so long that its instances have it again after the grace period, they have rightly kept nothing.
         """
         kept = self.router_host.kept.get((origin, lost_us))
         config = self.router_host.config
-        short = config.deadline_us < RESUMED_WITHIN_US or config.orphan_grace_us < CLAIMED_WITHIN_US
+        joined_us = self.router_host.began_us - lost_us + self._line_times.joined_us
+        short = config.deadline_us < RESUMED_WITHIN_US or config.orphan_grace_us < max(CLAIMED_WITHIN_US, joined_us)
         if not kept or short or self.router_host.disturbed_us > lost_us:
             return True
         return any(self._nodes[number].hurt_until_us() >= lost_us - self.noticed_us for number in kept)

@@ -11,8 +11,10 @@ from functools import partial
 
 from baton.core.routing.config import RouterConfig
 from baton.core.tiers.transfers import TransferId
+from baton.executor.constraints.compiled_cache import CompiledConstraints
+from baton.executor.constraints.scripted_backend import ScriptedBackend
 from baton.executor.contract import ExecutorShape
-from baton.executor.scripted import ScriptedExecutor
+from baton.executor.scripted import SCRIPTED_CONSTRAINTS, ScriptedExecutor
 from baton.sim.attempt_book import AttemptBook
 from baton.sim.client_requests import VOCABULARY, ClientRequest
 from baton.sim.clients import Entrance, SimulatedUser
@@ -29,10 +31,12 @@ from baton.sim.lines import LineEndpoint, StreamLines
 from baton.sim.network import SimulatedNetwork
 from baton.sim.router_faults import RouterFaults
 from baton.sim.router_host import RouterHost
-from baton.sim.scenario import Scenario
+from baton.sim.scenario import OTHER_BACKEND_VERSION, Scenario
 from baton.sim.storage_copies import StorageModel
 from baton.sim.store import SimulatedStore
 from baton.sim.world import Host, World
+
+OTHER_VERSION_CONSTRAINTS = CompiledConstraints([ScriptedBackend(OTHER_BACKEND_VERSION)])
 
 EVENTS_MAX = 200_000
 HEALED_WITHIN_US = 20_000_000
@@ -203,10 +207,11 @@ class FuzzedWorld:
         spec = InstanceSpec(
             number,
             scenario.config_of(number),
-            partial(self._executor, f"instance {number}"),
+            partial(self._executor, number),
             scenario.times,
             None if router is None and not scenario.has_store else self._secret,
             stall_us=scenario.stall_us,
+            constraints=self._constraints_of(number),
         )
         instance_table = self.front.instance_tables[number] if router is None else None
         node = InstanceHost(
@@ -228,9 +233,13 @@ class FuzzedWorld:
             self.lines.append(line)
         return node
 
-    def _executor(self, name: str, shape: ExecutorShape) -> ScriptedExecutor:
-        is_late = partial(self._is_late, name) if self.scenario.rates.late_masks else None
-        return ScriptedExecutor(shape, VOCABULARY, self.scenario.layers, is_late=is_late)
+    def _executor(self, number: int, shape: ExecutorShape) -> ScriptedExecutor:
+        is_late = partial(self._is_late, f"instance {number}") if self.scenario.rates.late_masks else None
+        constraints = self._constraints_of(number)
+        return ScriptedExecutor(shape, VOCABULARY, self.scenario.layers, constraints=constraints, is_late=is_late)
+
+    def _constraints_of(self, number: int) -> CompiledConstraints:
+        return OTHER_VERSION_CONSTRAINTS if self.scenario.has_other_version(number) else SCRIPTED_CONSTRAINTS
 
     def _is_late(self, name: str) -> bool:
         """Whether a mask is late at this instance."""
@@ -261,10 +270,11 @@ class FuzzedWorld:
         # As in production: without the mark, whoever comes first to a router that has just started decides on its model.
         router = replace(router, model_mark=ScriptedExecutor.mark)
         router_host = RouterHost(self.world, self._connections, router, self._secret, AttemptBook(router, self))
+        router_host.has_masks = scenario.rates.version_skew != 2
         router_faults = RouterFaults(
             self.world, self._connections, router_host, self.nodes, scenario.rates, scenario.span_us, self.network
         )
-        return FleetChecks(router_host, router_faults, self.nodes)
+        return FleetChecks(router_host, router_faults, self.nodes, scenario.line)
 
 
 def _serves(node: InstanceHost, line: LineEndpoint) -> bool:

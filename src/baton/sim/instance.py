@@ -17,7 +17,7 @@ from typing import Protocol
 
 from baton.core.config import WorkerConfig
 from baton.core.engine.driver import Answer, WorkerDriver
-from baton.core.engine.orders import ReportChanges
+from baton.core.engine.orders import ReportChanges, Submit
 from baton.core.engine.plan import StepPlan, StepResult
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.progress_watch import BEAT_US, STALL_US, EngineBeat
@@ -33,7 +33,10 @@ from baton.core.engine.worker import (
 )
 from baton.core.handover.messages import PeerEffect, PeerEvent
 from baton.core.tiers.transfers import StorageEffect, StorageEvent
+from baton.executor.constraints.compiled_cache import CompiledConstraints
+from baton.executor.constraints.version_skew import continued_here, has_other_version
 from baton.executor.contract import Executor, ExecutorShape
+from baton.executor.scripted import SCRIPTED_CONSTRAINTS
 from baton.sim.device import SimulatedDevice, StepTimeModel
 from baton.sim.disk import SimulatedDisk
 from baton.sim.faults import Fault
@@ -124,6 +127,7 @@ class InstanceSpec:
     """Collects the CPU time of passes; None: not measured."""
     stall_us: int = STALL_US
     """Least limit for a step that does not end."""
+    constraints: CompiledConstraints = SCRIPTED_CONSTRAINTS
     prefilling: PrefillComposition | None = None
     """Composes the scheduler where the instance only prefills; None: as it serves."""
 
@@ -347,6 +351,8 @@ class SimulatedInstance:
             if self.peers is not None:
                 self.peers.meet(order.addresses)
             return
+        if isinstance(order, Submit) and has_other_version(order, self.spec.constraints.versions):
+            order = _continued_here(self, order)
         self._tell(order)
         if isinstance(order, ReportChanges):
             self._pulse()
@@ -441,3 +447,11 @@ class SimulatedInstance:
         if self._driver is None:
             raise RuntimeError(f"{self.host.name} was spoken to before it had started")
         return self._driver
+
+
+def _continued_here(instance: SimulatedInstance, order: Submit) -> Submit:
+    """As the gate of an engine does it."""
+    made = continued_here(order, instance.spec.constraints, instance.executor.vocabulary)
+    if any(new.sampling is not old.sampling for new, old in zip(made.group, order.group, strict=True)):
+        instance.host.world.fire(Fault.OTHER_VERSION, instance.host.name)
+    return made

@@ -59,6 +59,12 @@ class LineTimes:
         limits_us = self.silent_us + self.unacknowledged_us + self.handshake_us + self.connect_us
         return limits_us + 2 * self.retry_us_max
 
+    @property
+    def joined_us(self) -> int:
+        """Time until an instance that dials again and again has a session with a router that listens again: its handshake
+        with nobody must end first."""
+        return self.handshake_us + self.connect_us + 2 * self.retry_us_max
+
     def _retry(self) -> RetryConfig:
         return RetryConfig(
             first_us=self.retry_us,

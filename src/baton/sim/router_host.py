@@ -28,9 +28,13 @@ from baton.core.routing.events import (
     TimelineStage,
     UnclaimedDropped,
     UnclaimedFound,
+    WantMask,
 )
 from baton.core.routing.identity import RequestNumber
 from baton.core.routing.router import Router
+from baton.executor.constraints.version_skew import digest_after
+from baton.executor.scripted import SCRIPTED_CONSTRAINTS
+from baton.sim.client_requests import VOCABULARY
 from baton.sim.instance_front_end import ROUTER, number_of
 from baton.sim.law_names import STRANGERS, LawBroken
 from baton.sim.lines import LineEndpoint, Lines
@@ -42,6 +46,8 @@ from baton.wire.router_messages import FromRouter, decode_from_instance, encode_
 from baton.wire.router_sessions import Act, CloseConnection, RouterSessions, SayToInstance
 from baton.wire.watched_sessions import WatchedSessions
 
+MASK_US = 3_000
+"""Time to compile a constraint and compute a mask of it."""
 STRANGER = "stranger"
 """Name in the Join of a process that was never a member."""
 TOLD = (TimelineStage.PLACED, TimelineStage.PREEMPTED, TimelineStage.MOVED, TimelineStage.ENDED)
@@ -130,6 +136,8 @@ class RouterHost:
         seed: int = 0,
     ) -> None:
         self.host = Host(world, ROUTER)
+        self.has_masks = True
+        """Whether it has the version of the backend for constraints that requests name."""
         self.config = config
         self.watcher = RouterWatcher() if watcher is None else watcher
         self._secret = secret
@@ -147,6 +155,8 @@ class RouterHost:
         """By origin and time of a crash: the instances that were computing the request."""
         self.disturbed_us = 0
         """When the router last crashed or was resumed."""
+        self.began_us = 0
+        """When its present life began."""
         self._lines = lines
         self._unseen: list[RouterRequest] = []
         """Requests that the router has not taken yet, because it is paused."""
@@ -171,7 +181,8 @@ class RouterHost:
         if self._checks_twins:
             twin = TwinCheck(ROUTER, self.sessions, self.sessions.router.hashes)
             self._watched = WatchedSessions(self.sessions, twin)
-        self.watcher.begin(self.host.world.now_us)
+        self.began_us = self.host.world.now_us
+        self.watcher.begin(self.began_us)
         self._alarm = Alarm(self.host, self._tick)
         self._lines.listen(self.host, ROUTER, self._accept)
         self._note(f"starts life {self.host.lives + 1}")
@@ -391,6 +402,8 @@ class RouterHost:
                 self.found[origin] = self._unclaimed[number] = found
             case UnclaimedDropped(number):
                 self.found.pop(self._unclaimed.pop(number).origin, None)
+            case WantMask():
+                self.host.after(MASK_US, _tell_mask, self, act)
             case FleetChanged(name, incarnation, what, why):
                 self._note(f"sees {name}, life {incarnation}: {what}, {why}")
             case TimelineNoted(number, choice, stage, where, _, why):
@@ -421,6 +434,14 @@ class RouterHost:
     def _note(self, what: str) -> None:
         if self.host.world.keeps_notes:
             self.host.world.note(ROUTER, what)
+
+
+def _tell_mask(router_host: RouterHost, act: WantMask) -> None:
+    """Answer as the router's processes for constraints do."""
+    known = router_host.has_masks
+    digest = digest_after(SCRIPTED_CONSTRAINTS, act.constraint, act.outputs, VOCABULARY) if known else b""
+    which, now_us = (act.request, act.choice, len(act.outputs)), router_host.host.world.now_us
+    router_host._carry_out(router_host._watched.mask_came(*which, digest or b"", now_us))
 
 
 class RouterLine:

@@ -44,6 +44,7 @@ PROMPT_LOGPROBS_SHARE = 0.2
 """Share of worlds in which requests may ask for log-probabilities of their prompts."""
 RESTRICTED_SHARE = 0.3
 """Worlds in which requests have constraints, allowed tokens or bad words."""
+OTHER_BACKEND_VERSION = "2"
 HOST_SHARE = 0.5
 """Share of worlds in which instances have host memory."""
 STORE_SHARE = 0.6
@@ -127,7 +128,15 @@ class Scenario:
 
     def config_of(self, number: int) -> WorkerConfig:
         role = self.roles[number]
-        return replace(self.giver if role.gives else self.config, role=role)
+        config = replace(self.giver if role.gives else self.config, role=role)
+        if not self.has_other_version(number):
+            return config
+        return replace(config, constraint_backends=((ScriptedBackend.name, OTHER_BACKEND_VERSION),))
+
+    def has_other_version(self, number: int) -> bool:
+        """Whether an instance has another version of the backend for constraints than clients' requests name."""
+        skew, role = self.rates.version_skew, self.roles[number]
+        return bool(skew) and (skew > 1 or number % 2 == 1) and not (role.gives or role.takes)
 
     def peers_of(self, number: int) -> tuple[str, ...]:
         """Every instance that takes hand-overs is a peer of every instance that gives them."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from baton.core.errors import BatonError
+from baton.core.errors import SetupError
 from baton.core.setting import Panel, Setting, Unit
 from baton.node.baton_command import baton_command
 from baton.node.settings import DEFAULT_MODEL, Model
@@ -36,7 +36,7 @@ def _fleet(
     )
 
 
-class BadFleet(BatonError):
+class BadFleet(SetupError):
     """A fleet that could never serve; the message names the options."""
 
 
@@ -89,6 +89,8 @@ class FleetPlan:
     ] = 10_000_000  # fmt: skip
     admin_key: str | None = field(default=None, repr=False)
     """Passed in the environment, like `api_keys`."""
+    metrics_key: str | None = field(default=None, repr=False)
+    """Passed in the environment. None: the metrics of instances are read with the admin key, if there is one."""
     kv_store: str | None = field(default=None, repr=False)
     """Passed in the environment: it may contain a password."""
     cluster_key: str | None = field(default=None, repr=False)
@@ -97,9 +99,9 @@ class FleetPlan:
     def __post_init__(self) -> None:
         if self.decode + self.mixed == 0:
             raise BadFleet("nobody would answer: give --decode or --mixed at least 1")
-        keys = self.api_keys if self.admin_key is None else (*self.api_keys, self.admin_key)
+        keys = (*self.api_keys, *(key for key in (self.admin_key, self.metrics_key) if key is not None))
         if any(key.split() != [key] for key in keys):
-            raise BadFleet("an API key or admin key must not be empty or have spaces in it")
+            raise BadFleet("an API key, admin key or metrics key must not be empty or have spaces in it")
         if self.prefill and not self.decode:
             raise BadFleet("--prefill instances work for --decode ones, and there are none")
         if self.prefill + self.decode + self.mixed > INSTANCES_MAX:
@@ -113,7 +115,8 @@ class FleetPlan:
     def router_command(self, ports: RouterPorts) -> list[str]:
         listens = ("--port", str(ports.http), "--join-port", str(ports.join))
         demo = ("--demo",) if self.demo else ()
-        return [*_BATON, "router", self.model, *listens, *demo, *self._drain, *self.router_options]
+        expected = ("--expect-instances", str(self.decode + self.mixed))
+        return [*_BATON, "router", self.model, *listens, *expected, *demo, *self._drain, *self.router_options]
 
     def member_command(self, member: PlannedProcess, join: str, cores: int) -> list[str]:
         place = ("--role", member.role, "--name", member.name, "--router", join, "--port", "0")

@@ -15,6 +15,8 @@ import msgspec
 from baton.node.log_lines import OPERATOR, json_line, object_of
 
 LINE_BYTES_MAX = 16 * 1024
+OBJECT_BYTES_MAX = 1024 * 1024
+"""Of a line that begins as an object of JSON: in pieces it would be none."""
 SUPERVISOR = "baton.up"
 _COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 _DIM, _PLAIN = "\033[2m", "\033[0m"
@@ -23,17 +25,18 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 class LineSplitter:
-    """Splits bytes into whole lines, however they were chunked. A line beyond the limit comes in pieces."""
+    """Splits bytes into whole lines, however they were chunked. A line beyond its limit comes in pieces."""
 
-    def __init__(self, bytes_max: int = LINE_BYTES_MAX) -> None:
+    def __init__(self, bytes_max: int = LINE_BYTES_MAX, object_bytes_max: int = OBJECT_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
+        self._object_bytes_max = object_bytes_max
         self._rest = b""
 
     def feed(self, piece: bytes) -> list[str]:
         *whole, self._rest = (self._rest + piece).split(b"\n")
-        while len(self._rest) > self._bytes_max:
-            whole.append(self._rest[: self._bytes_max])
-            self._rest = self._rest[self._bytes_max :]
+        while len(self._rest) > (most := self._object_bytes_max if self._rest.startswith(b"{") else self._bytes_max):
+            whole.append(self._rest[:most])
+            self._rest = self._rest[most:]
         return [_text(line) for line in whole]
 
     def close(self) -> list[str]:

@@ -1,7 +1,8 @@
 """Decides when a process that ended is started again. Has no clock and no process.
 
     starting ──ready──▶ serving ──ended──▶ again, at once if it served for HEALTHY_US, else after a growing delay
-        └─────ended──▶ again, or given up after `FAILED_STARTS_MAX` starts in a row that never got ready
+        └─────ended──▶ again, or given up after `FAILED_STARTS_MAX` starts in a row that never got ready, and at once if
+                       the exit code says that starting again does not help
 
 How a process ended makes no difference once it has served: a drained one is replaced like one that was killed.
 """
@@ -10,12 +11,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from baton.core.errors import EXIT_SETUP
+
 FAILED_STARTS_MAX = 5
 HEALTHY_US = 60_000_000
 """After serving this long, earlier short runs no longer count."""
 FIRST_DELAY_US = 200_000
-EXIT_USAGE = 2
-"""The exit code of a command with wrong options: a restart cannot help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class RestartPolicy:
     def ended(self, code: int, now_us: int) -> RestartAfter | GiveUp:
         if self._ready_us is None:
             self._failed_starts += 1
-            if self._failed_starts >= FAILED_STARTS_MAX or code == EXIT_USAGE:
+            if self._failed_starts >= FAILED_STARTS_MAX or code == EXIT_SETUP:
                 return GiveUp(self._failed_starts)
         elif now_us - self._ready_us >= HEALTHY_US:
             self._short_lives = 0

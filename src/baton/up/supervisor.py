@@ -5,6 +5,7 @@
     signal   drain: the router takes nothing new and ends with its last answer; then the instances (a second: at once)
     SIGUSR1  goes on to all: each writes its last decisions to a file
     failure  the router cannot be started, or no serving instance is left: the exit code is not 0
+    refused  before all serve, one says that starting it again does not help (a model, an option): the fleet ends at once
 
 Promises that no process outlives it: children are stopped on every way out, and the kernel ends them if this process is
 killed. `up.restarts` decides when a process is restarted, `up.fleet_plan` what is started.
@@ -20,18 +21,21 @@ import secrets
 import signal
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import aiohttp
 import msgspec
 
 from baton.api.auth import secret_of
+from baton.core.errors import EXIT_SETUP
 from baton.node.clock import monotonic_us
 from baton.node.log_lines import as_text
 from baton.node.parent_process import bound_to
 from baton.node.process_activity import ProcessActivity
 from baton.node.recording import DUMP_SIGNAL
+from baton.node.start_stages import stage_of, summary_in
 from baton.up.fleet_plan import SERVING_ROLES, FleetPlan, PlannedProcess, RouterPorts
 from baton.up.health_watch import ANSWER_US, ASK_US, HealthWatch
 from baton.up.merged_log import LineSplitter, MergedLog
@@ -39,8 +43,11 @@ from baton.up.restarts import GiveUp, RestartAfter, RestartPolicy
 
 ROUTER = "router"
 KEY_VARIABLE, API_KEYS_VARIABLE, ADMIN_KEY_VARIABLE = "BATON_CLUSTER_KEY", "BATON_API_KEY", "BATON_ADMIN_KEY"
+METRICS_KEY_VARIABLE = "BATON_METRICS_KEY"
 STORE_VARIABLE = "BATON_KV_STORE"
 CONFIG_VARIABLE = "BATON_CONFIG"
+KV_EVENTS_VARIABLES = "BATON_KV_EVENTS_"
+"""Beginning of the variables of options that instances on one machine cannot share."""
 """Not passed to children: the file has options that are not theirs, and theirs are in their command lines."""
 HELD_LINES_MAX = 40
 READ_BYTES = 64 * 1024
@@ -51,12 +58,16 @@ LAST_LINES_S = 1.0
 """Seconds to wait for the last output of an ended process."""
 STOP_GRACE_S = 10.0
 """Seconds beyond the drain timeout after which remaining processes are killed."""
+DISMISSED_S = 2.0
+"""Seconds that a router without instances has to end, after each signal."""
 EXIT_FAILED, EXIT_AT_ONCE = 1, 130
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
-_SERVED = re.compile(r"^(\S+) is served at (http://\S+)", re.MULTILINE)
+_SERVED = re.compile(r"^(\S+) is served at (https?://\S+)", re.MULTILINE)
 _JOIN = re.compile(r"instances join at (\S+:\d+)")
-_NOISE = re.compile(r"^(loading |talk to it with|ask it through|instances join at|watch it at|for the router at)")
+_NOISE = re.compile(r"^(talk to it with|ask it through|instances join at|watch it at|for the router at)")
 """Startup lines that the banner replaces."""
+_REFUSAL = re.compile(r"baton (?:serve|router): (.+)")
 
 
 @dataclass(slots=True)
@@ -90,11 +101,19 @@ class Supervisor:
             self._environment[API_KEYS_VARIABLE] = " ".join(plan.api_keys)
         if plan.admin_key is not None:
             self._environment[ADMIN_KEY_VARIABLE] = plan.admin_key
+        metrics_key = plan.admin_key if plan.metrics_key is None else plan.metrics_key
+        if metrics_key is not None:
+            self._environment[METRICS_KEY_VARIABLE] = metrics_key
         self._environment[STORE_VARIABLE] = plan.kv_store or ""  # empty means none, also where our own environment names one
-        self._environment.pop(CONFIG_VARIABLE, None)
+        for name in (CONFIG_VARIABLE, *(name for name in os.environ if name.startswith(KV_EVENTS_VARIABLES))):
+            self._environment.pop(name, None)
         self._bind_to_parent = bound_to(os.getpid())
         self._ports = RouterPorts(plan.router_port)
         self._join = self._served = ""
+        self._refusal = ""
+        """Why starting again does not help, as a process said before the banner."""
+        self._is_open = False
+        """Whether the banner was printed."""
         self.url = ""
         """Of the API; set when the router is up."""
         self._router = self._child(ROUTER, False, lambda: plan.router_command(self._ports))
@@ -129,7 +148,8 @@ class Supervisor:
             failure = self._failure()
             if failure is not None:
                 self._log.say(f"baton up: {failure}")
-                return EXIT_FAILED
+                await self._dismiss_router()
+                return EXIT_SETUP if self._refusal else EXIT_FAILED
             return await self._drain()
         finally:
             await self._end_all()
@@ -155,8 +175,9 @@ class Supervisor:
             return
         for child in self._members:
             self._start(child)
-        await self._until(lambda: all(child.is_up or child.given_up for child in self._members))
+        await self._until(lambda: bool(self._refusal) or all(child.is_up or child.given_up for child in self._members))
         missing = await self._missing()
+        self._is_open = True
         if missing is not None:
             self._log.say(banner(self._plan, self._served, self.url, missing))
 
@@ -167,7 +188,9 @@ class Supervisor:
             await self._changed.wait()
 
     def _failure(self) -> str | None:
-        """Why nothing can be served any more; None where it can."""
+        """Why nothing can be served any more, or never could; None where it can."""
+        if self._refusal:
+            return self._refusal
         if self._router.given_up:
             return "the router cannot be started"
         if all(child.given_up for child in self._members if child.serves):
@@ -182,7 +205,7 @@ class Supervisor:
         deadline_s = time.monotonic() + JOIN_WAIT_S
         key = self._plan.admin_key or next(map(secret_of, self._plan.api_keys), None)
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5), headers=headers) as http:
+        async with _asking(5.0, headers) as http:
             while not self._stopping.is_set() and not self._failure():
                 ready = await _ready_instances(http, self.url)
                 missing = [child for child in self._members if child.given_up or child.name not in ready]
@@ -208,6 +231,16 @@ class Supervisor:
             if self._at_once.is_set():
                 return EXIT_AT_ONCE
         return 0
+
+    async def _dismiss_router(self) -> None:
+        """No instance will answer: one signal keeps new requests out, a second ends those that wait, with an error."""
+        self._stopping.set()  # it is not started again
+        process = self._router.process
+        for _ in range(2):
+            if process is not None and process.returncode is None:
+                _signal(process, signal.SIGTERM)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(process.wait(), DISMISSED_S)
 
     async def _ended(self, processes: list[asyncio.subprocess.Process]) -> None:
         """Wait until all have ended, the time is up, or a second signal came."""
@@ -253,6 +286,9 @@ class Supervisor:
                 return
             first_of_router = child is self._router and not self.url
             verdict = child.restarts.ended(code, monotonic_us())
+            if isinstance(verdict, GiveUp) and code == EXIT_SETUP and not self._is_open:
+                self._refuse(child)
+                return
             self._explain(child)
             if isinstance(verdict, GiveUp) or first_of_router:
                 self._log.note(child.name, f"{_ending(code)} before it was ready: given up")
@@ -260,6 +296,16 @@ class Supervisor:
                 self._changed.set()
                 return
             await self._pause(child, code, verdict)
+
+    def _refuse(self, child: SupervisedProcess) -> None:
+        """Give the fleet up with the sentence of a process that starting again does not help."""
+        said = [found[1] for line in child.output if (found := _REFUSAL.match(as_text(line)))]
+        if not said:  # wrong options, which have more lines
+            self._explain(child)
+            said.append(f"{child.name} cannot be started, and starting it again would not help")
+        self._refusal = self._refusal or said[-1]
+        child.given_up = True
+        self._changed.set()
 
     async def _pause(self, child: SupervisedProcess, code: int, verdict: RestartAfter) -> None:
         delay_s = max(0.0, (verdict.at_us - monotonic_us()) / 1e6)
@@ -317,10 +363,14 @@ class Supervisor:
             if _NOISE.match(as_text(line)) is None and not self._is_shutdown_noise(child, line):
                 self._log.line(child.name, line)
             return
+        text = as_text(line)
+        if stage_of(text) is not None:
+            self._log.note(child.name, text)
+            return
         child.output.append(line)
         if child is self._router:
-            self._take_router_line(as_text(line))
-        elif found := _SERVED.search(as_text(line)):
+            self._take_router_line(text)
+        elif found := _SERVED.search(text):
             self._is_ready(child, found[2])
 
     def _is_shutdown_noise(self, child: SupervisedProcess, line: str) -> bool:
@@ -339,6 +389,7 @@ class Supervisor:
             self._is_ready(self._router, self.url)
 
     def _is_ready(self, child: SupervisedProcess, url: str) -> None:
+        summary = summary_in("\n".join(map(as_text, child.output)))
         for line in child.output:
             text = as_text(line)
             if " WARNING " in text or " ERROR " in text:
@@ -349,13 +400,13 @@ class Supervisor:
             child.health = asyncio.create_task(self._end_if_hung(child, child.process, url))
         pid = child.process.pid if child.process is not None else 0
         again = f", life {child.restarts.lives}" if child.restarts.lives > 1 else ""
-        self._log.note(child.name, f"ready (pid {pid}{again})")
+        self._log.note(child.name, f"ready (pid {pid}{again})" + (f", {summary}" if summary else ""))
         self._changed.set()
 
     async def _end_if_hung(self, child: SupervisedProcess, process: asyncio.subprocess.Process, url: str) -> None:
         """Kill the process when it hangs, so that it is started again."""
         watch, activity, is_hung = HealthWatch(monotonic_us()), ProcessActivity(process.pid), False
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_US / 1e6)) as http:
+        async with _asking(ANSWER_US / 1e6) as http:
             while not is_hung:
                 await asyncio.sleep(ASK_US / 1e6)
                 is_good = await _is_healthy(http, url)
@@ -399,6 +450,14 @@ class _Listed(msgspec.Struct):
 
 class _Instances(msgspec.Struct):
     data: list[_Listed]
+
+
+def _asking(limit_s: float, headers: Mapping[str, str] = NO_HEADERS) -> aiohttp.ClientSession:
+    """To ask processes of this fleet. They are children on this machine, whose certificate is for another name than that of
+    the address which they listen on: it is not verified."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(ssl=False), timeout=aiohttp.ClientTimeout(total=limit_s), headers=headers
+    )
 
 
 async def _ready_instances(http: aiohttp.ClientSession, url: str) -> list[str]:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from baton.core.bounds import Long
 from baton.core.engine.change_journal import EngineChanges
 from baton.core.engine.ended import EndedRequest, StartedRequest
-from baton.core.engine.gauges import DraftGauges, PeerTraffic, SchedulerGauges, StoreTraffic
+from baton.core.engine.gauges import DraftGauges, KvEventTraffic, PeerTraffic, SchedulerGauges, StepSizes, StoreTraffic
 from baton.core.engine.orders import Accepted, Cancel, Drain, ReportChanges, StopAt, Submit
 from baton.core.engine.plan import Logprobs
 from baton.core.engine.progress_watch import EngineBeat
@@ -30,7 +30,7 @@ from baton.core.errors import BatonError, Refusal, RefusalCode
 _Number = TypeVar("_Number", bound=np.generic)
 _Message = TypeVar("_Message")
 
-WIRE_VERSION = 7
+WIRE_VERSION = 8
 FRAME_BYTES_MAX = 64 << 20
 
 
@@ -70,6 +70,8 @@ class FailedMessage(msgspec.Struct, tag="failed", frozen=True, gc=False):
     """The engine cannot continue; this is its last message."""
 
     reason: str
+    by_setup: bool = False
+    """What was asked for cannot be had (`core.errors.SetupError`): another start ends in the same way."""
 
 
 class RefusedMessage(msgspec.Struct, tag="refused", frozen=True, gc=False):
@@ -115,7 +117,18 @@ class Pulse(msgspec.Struct, tag="pulse", frozen=True, gc=False):
     """(serial, preemptions so far, here and elsewhere)"""
 
 
-FromEngine = ReadyMessage | FailedMessage | Accepted | RefusedMessage | StepOutput | PeerTraffic | StoreTraffic | Pulse
+Traffic = PeerTraffic | StoreTraffic | KvEventTraffic
+"""Counts of what an engine exchanges with others; sent when they have changed."""
+
+
+class StartStage(msgspec.Struct, tag="stage", frozen=True, gc=False):
+    """What the engine does next until it is ready. Only before its ReadyMessage."""
+
+    name: str
+
+
+FromEngine = ReadyMessage | FailedMessage | Accepted | RefusedMessage | StepOutput | Traffic | StepSizes | Pulse
+FromStartingEngine = FromEngine | StartStage
 
 
 # ── arrays and prompts in messages ─────────────────────────────────────────────────────────────────────────────────────
@@ -211,6 +224,9 @@ def asked_bytes(item: Submission) -> int:
 _encoder = msgspec.msgpack.Encoder(enc_hook=encoded_array)
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine, dec_hook=decoded_array)
 _from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine, dec_hook=decoded_array)
+_from_starting: msgspec.msgpack.Decoder[FromStartingEngine] = msgspec.msgpack.Decoder(
+    FromStartingEngine, dec_hook=decoded_array
+)
 _beat: msgspec.msgpack.Decoder[EngineBeat] = msgspec.msgpack.Decoder(EngineBeat)
 
 
@@ -220,7 +236,7 @@ def encode_to_engine(message: ToEngine) -> bytes:
     return _encoder.encode(message)
 
 
-def encode_from_engine(message: FromEngine) -> bytes:
+def encode_from_engine(message: FromStartingEngine) -> bytes:
     return _encoder.encode(message)
 
 
@@ -233,6 +249,11 @@ def decode_to_engine(frame: bytes) -> ToEngine:
 
 def decode_from_engine(frame: bytes) -> FromEngine:
     return decoded(_from_engine, frame, "a message from an engine")
+
+
+def decode_from_starting_engine(frame: bytes) -> FromStartingEngine:
+    """Of an engine that is not ready."""
+    return decoded(_from_starting, frame, "a message from an engine that starts")
 
 
 def encode_beat(beat: EngineBeat) -> bytes:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from baton.core.config import HandoverConfig
 from baton.core.content_hashes import KEY_BYTES
+from baton.core.engine.block_contents import BlockContent
 from baton.core.engine.plan import Logprobs, Start, StepResult
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.records import Request, Settled
@@ -28,7 +29,15 @@ from baton.core.engine.slots import Slots
 from baton.core.handover.messages import Commit
 from baton.core.handover.prefill_handovers import PrefillHandover
 from baton.core.routing.config import RouterConfig
-from baton.core.routing.events import DeliverTokens, HeldChoice, Join, RequestArrived, TokensCame, UnclaimedFound
+from baton.core.routing.events import (
+    DeliverTokens,
+    HeldChoice,
+    Join,
+    RequestArrived,
+    TokensCame,
+    UnclaimedFound,
+    WantMask,
+)
 from baton.core.routing.rate_limits import RateLimits
 from baton.core.routing.routed_request import RoutedChoice, RoutedRequest
 from baton.wire.engine_messages import StepOutput
@@ -63,6 +72,7 @@ MARKS: dict[type, dict[str, Mark]] = {
     },
     Constraint: {"source": Mark.TEXT},
     Start: {"tokens": Mark.TOKENS},
+    BlockContent: {"tokens": Mark.TOKEN_BYTES},
     StepResult: {"tokens": Mark.TOKENS},
     Logprobs: {"top_ids": Mark.TOKENS},
     PromptLogprobs: {"top_ids": Mark.TOKENS},
@@ -76,6 +86,7 @@ MARKS: dict[type, dict[str, Mark]] = {
     HeldChoice: {"tokens": Mark.TOKENS, "extras": Mark.TOKENS},
     UnclaimedFound: {"delivered": Mark.TOKENS, "extras": Mark.TOKENS},
     RoutedChoice: {"delivered": Mark.TOKENS},
+    WantMask: {"outputs": Mark.TOKENS},
     StepOutput: {"serials": Mark.NUMBERS, "counts": Mark.NUMBERS, "tokens": Mark.TOKEN_BYTES},
     HeldChoiceMessage: {"counts": Mark.NUMBERS, "tokens": Mark.TOKEN_BYTES},
     HeartbeatMessage: {"named": Mark.KEYS, "forgotten": Mark.KEYS},

@@ -28,7 +28,7 @@ from itertools import accumulate
 import msgspec
 
 from baton.core.engine.ended import EndedRequest
-from baton.core.engine.gauges import PeerTraffic, StoreTraffic
+from baton.core.engine.gauges import KvEventTraffic, PeerTraffic, StepSizes, StoreTraffic
 from baton.core.engine.orders import Accepted, Cancel, StopAt, Submit
 from baton.core.engine.request import PromptLogprobs, Submission
 from baton.core.errors import BatonError, Refusal
@@ -132,6 +132,8 @@ class EngineFailed(msgspec.Struct, frozen=True):
     """The engine reported its failure. Open entries stay open until `lose`."""
 
     reason: str
+    by_setup: bool = False
+    """Another start ends in the same way."""
 
 
 News = GroupAccepted | GroupDeclined | EngineReady | EngineFailed
@@ -270,9 +272,9 @@ class RequestTable:
                 return TableNews([GroupDeclined(ticket, refusal_of(message))] if is_reported else [], [])
             case ReadyMessage():
                 return TableNews([EngineReady(message)], [])
-            case FailedMessage(reason):
-                return TableNews([EngineFailed(reason)], [])
-            case PeerTraffic() | StoreTraffic() | Pulse():
+            case FailedMessage(reason, by_setup):
+                return TableNews([EngineFailed(reason, by_setup)], [])
+            case PeerTraffic() | StoreTraffic() | KvEventTraffic() | StepSizes() | Pulse():
                 return TableNews([], [])
 
     def lose(self, reason: str) -> list[LostEntry]:

@@ -46,6 +46,7 @@ from baton.core.routing.events import (
     InstanceJoined,
     InstanceLost,
     Join,
+    MaskCame,
     MessageCame,
     OrderDrain,
     RejectInstance,
@@ -64,6 +65,7 @@ from baton.core.routing.events import (
     TokensCame,
     UnclaimedDropped,
     UnclaimedFound,
+    WantMask,
 )
 from baton.core.routing.identity import AttemptId, ChoiceAttempt, RequestNumber
 from baton.core.routing.routed_requests import sooner
@@ -125,8 +127,18 @@ Act = (
     | UnclaimedDropped
     | TimelineNoted
     | FleetChanged
+    | WantMask
 )
-NEWS = (DeliverTokens, TimelineNoted, RequestOpened, RequestDeclined, FleetChanged, UnclaimedFound, UnclaimedDropped)
+NEWS = (
+    DeliverTokens,
+    TimelineNoted,
+    RequestOpened,
+    RequestDeclined,
+    FleetChanged,
+    UnclaimedFound,
+    UnclaimedDropped,
+    WantMask,
+)
 """Effects that are passed on as acts; the most common first."""
 
 
@@ -324,6 +336,10 @@ class RouterSessions:
     def claim(self, number: RequestNumber, now_us: int, group: Sequence[Submission] = ()) -> list[Act]:
         """`group`: all choices as asked for, where known; choices that no instance holds start anew."""
         return self._handle(RequestClaimed(number, tuple(group)), now_us)
+
+    def mask_came(self, number: RequestNumber, choice: int, outputs: int, digest: bytes, now_us: int) -> list[Act]:
+        """The answer to WantMask."""
+        return self._handle(MaskCame(number, choice, outputs, digest), now_us)
 
     def drain(self, name: str, now_us: int) -> list[Act]:
         return self._handle(InstanceDrains(Instance(name)), now_us)

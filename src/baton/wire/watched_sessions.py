@@ -14,7 +14,7 @@ from baton.wire.flight_recorder import CALL_BYTES, CallWatch
 from baton.wire.router_messages import FromInstance
 from baton.wire.router_sessions import Act, RouterSessions
 
-METHODS = ("connected", "lost", "receive", "submit", "leave", "stop_choice", "claim", "drain", "tick")
+METHODS = ("connected", "lost", "receive", "submit", "leave", "stop_choice", "claim", "mask_came", "drain", "tick")
 ROW_BYTES = 400
 """Of a row of a step in its message and in what is delivered of it."""
 
@@ -53,6 +53,9 @@ class WatchedSessions:
 
     def claim(self, number: RequestNumber, now_us: int, group: Sequence[Submission] = ()) -> list[Act]:
         return self._call("claim", self._sessions.claim, number, now_us, tuple(group))
+
+    def mask_came(self, number: RequestNumber, choice: int, outputs: int, digest: bytes, now_us: int) -> list[Act]:
+        return self._call("mask_came", self._sessions.mask_came, number, choice, outputs, digest, now_us)
 
     def drain(self, name: str, now_us: int) -> list[Act]:
         return self._call("drain", self._sessions.drain, name, now_us)

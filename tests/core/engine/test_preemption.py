@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from baton.core.config import ReservePolicy, VictimPolicy, WorkerConfig
-from baton.core.engine.request import FinishReason, Phase, Sampling, Serial
+from baton.core.engine.preemption_record import RECENT_MAX, Preemption, RecentPreemptions
+from baton.core.engine.request import FinishReason, Phase, RequestId, Sampling, Serial
 from baton.core.engine.worker import StepDone
 from baton.executor.scripted import undisturbed
 from tests.support.driver import VOCABULARY, Driver, submission
@@ -348,3 +349,30 @@ def test_sixty_four_requests_on_a_pool_hardly_larger_than_the_largest_all_finish
         for serial, (prompt, tokens) in zip(serials, asks, strict=True):
             assert driver.outputs[serial] == expected(prompt, tokens)
             assert driver.ended[serial].bill.preemptions <= 8
+
+
+@pytest.mark.parametrize("policy", list(VictimPolicy))
+def test_each_preemption_is_recorded_with_its_cause_and_what_it_costs(policy: VictimPolicy) -> None:
+    driver = Driver(config(victims=policy))
+    for name, prompt in (("a", A), ("b", B)):
+        driver.submit(submission(prompt, 40, name=name))
+    driver.run()
+    recent, gauges = driver.worker.scheduler.running.preempted, driver.worker.gauges()
+    assert recent.total == len(recent.latest) == preemptions(driver) > 0
+    causes = [one.cause for one in recent.latest]
+    assert causes.count("growth") == gauges.preemptions_for_others
+    assert causes.count("self") == gauges.preemptions_of_self
+    for one in recent.latest:
+        assert one.request_id in ("a", "b")
+        assert (one.way, one.restore_blocks) == ("compute", 0), "there is no host memory"
+        assert 10 < one.compute_tokens <= 50
+        assert one.cost_us == one.compute_tokens * 100, "at the rate that nothing has measured yet"
+        assert one.preemptions >= 1
+
+
+def test_the_record_of_preemptions_is_bounded() -> None:
+    recent = RecentPreemptions()
+    for number in range(RECENT_MAX + 5):
+        recent.add(Preemption(RequestId(f"r:{number}"), "self", 1, "compute", 1, 0, 1))
+    assert (recent.total, len(recent.latest)) == (RECENT_MAX + 5, RECENT_MAX)
+    assert recent.latest[0].request_id == "r:5"

@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.engine.plan import Int64s
-from baton.core.engine.recovery_cost import ABSENT_US, LostRows, WayBack, recovery_costs_us
+from baton.core.engine.recovery_cost import (
+    ABSENT_US,
+    LostRows,
+    RecoveryEstimate,
+    WayBack,
+    recovery_costs_us,
+    recovery_estimate,
+)
 from baton.core.engine.victims import RecoveryRates
 
 SIZE = 16
@@ -106,3 +113,30 @@ def test_a_slower_rate_makes_nothing_cheaper(field: str, row: LostRows, rates: R
     slower = replace(rates, **{field: getattr(rates, field) * factor})
     before, after = costs(row, rates), costs(row, slower)
     assert all(after[way] >= before[way] for way in before)
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (one_row(40), RecoveryEstimate(WayBack.COMPUTE, 40, 0, 4000)),
+        (one_row(40, shared=2), RecoveryEstimate(WayBack.COMPUTE, 8, 0, 800)),
+        (one_row(40, saved=True), RecoveryEstimate(WayBack.HOST, 8, 2, 900)),
+        (one_row(40, shared=1, saved=True), RecoveryEstimate(WayBack.HOST, 8, 1, 850)),
+        (one_row(40, stored=True), RecoveryEstimate(WayBack.STORE, 8, 2, 2300)),
+        (one_row(40, leaves=True), RecoveryEstimate(WayBack.MOVE, 40, 0, 400)),
+    ],
+)
+def test_the_quickest_way_is_told_with_what_it_computes_and_copies(row: LostRows, expected: RecoveryEstimate) -> None:
+    assert recovery_estimate(row, SIZE, RATES) == expected
+
+
+def test_one_that_leaves_and_finds_its_blocks_in_the_store_computes_the_rest() -> None:
+    row, rates = one_row(40, shared=1, leaves=True, stored=True), replace(RATES, move_us_per_token=None)
+    assert recovery_estimate(row, SIZE, rates) == RecoveryEstimate(WayBack.STORE, 8, 2, 1000 + 2 * 250 + 800)
+
+
+@given(rows_drawn(), rates_drawn)
+def test_the_estimate_is_the_least_of_the_ways(row: LostRows, rates: RecoveryRates) -> None:
+    found = recovery_estimate(row, SIZE, rates)
+    assert found.cost_us == min(costs(row, rates).values())
+    assert found.compute_tokens >= 0 <= found.restore_blocks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 import threading
@@ -14,12 +15,15 @@ import pytest
 from tests.support.planner import GREEDY, Planner
 from tests.support.tiny import family_config, save_random
 
+from baton.core.config import BadConfig
 from baton.core.engine.plan import Chunk, Int32s, Int64s, RowOutcome, Start, StepPlan, Stop
 from baton.core.engine.request import Sampling, frozen_tokens
 from baton.core.errors import InvariantViolated
+from baton.executor import model_loading
 from baton.executor.cpu.executor import NICENESS, TorchCpuExecutor
 from baton.executor.drafts import DraftTokens
 from baton.executor.fingerprint import fingerprint_model, model_mark
+from baton.executor.safetensors_header import BadWeights
 
 BLOCK_SIZE = 8
 
@@ -284,6 +288,21 @@ def test_the_shape_defaults_to_the_models_context_and_the_memory_given(folder: P
     assert executor.shape.blocks == 10
 
 
+def test_memory_without_room_for_a_block_is_refused_with_the_least_that_works(folder: Path) -> None:
+    least = 3 * 2 * 2 * 32 * 16 * 4
+    with pytest.raises(BadConfig, match=rf"--kv-memory {least - 1} has no room for one block .* give at least {least},"):
+        TorchCpuExecutor.load(folder, dtype="float32", slots=2, block_size=16, kv_memory_bytes=least - 1)
+    executor = TorchCpuExecutor.load(folder, dtype="float32", slots=2, block_size=16, kv_memory_bytes=least)
+    executor.close()
+    assert executor.shape.blocks == 1
+
+
+def test_a_context_beyond_the_models_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+    family_config("llama").save_pretrained(tmp_path)
+    with pytest.raises(BadConfig, match="--max-model-len 257 is more than the 256 positions"):
+        TorchCpuExecutor.load(tmp_path, dtype="float32", context_tokens=257)
+
+
 def test_the_fingerprint_changes_with_weights_format_and_layout(folder: Path, tmp_path: Path) -> None:
     save_random(family_config("llama"), tmp_path, seed=1)
     prints = {
@@ -295,3 +314,18 @@ def test_the_fingerprint_changes_with_weights_format_and_layout(folder: Path, tm
     assert len(prints) == 4
     assert fingerprint_model(folder, "float32", "a") in prints
     assert sum(value.startswith(model_mark(folder)) for value in prints) == 3
+
+
+@pytest.mark.parametrize(
+    ("error", "is_of_the_files"),
+    [
+        (RuntimeError("CUDA error: out of memory"), False),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), False),
+        (OSError(errno.ENOSPC, "No space left on device"), False),
+        (RuntimeError("shape '[4, 4]' is invalid"), True),
+        (OSError("no file named model.safetensors"), True),
+    ],
+)
+def test_what_may_pass_is_not_taken_for_a_broken_model(error: Exception, is_of_the_files: bool) -> None:
+    with pytest.raises(BadWeights if is_of_the_files else type(error)), model_loading._named(Path("model")):
+        raise error

@@ -10,7 +10,9 @@ import pytest
 import torch
 from tests.support.tiny import family_config, save_random
 
+from baton.core.config import BadConfig
 from baton.executor.cpu import native_kernels as native
+from baton.executor.cpu.executor import TorchCpuExecutor
 from baton.executor.cpu.native_attention import NativeAttention, can_serve
 from baton.executor.cpu.native_kernels import NativeKernels, RotateArguments, head_panels, load_kernels
 from baton.executor.kv_pool import KvPool, LayerSpec
@@ -143,13 +145,23 @@ def test_kernels_and_torch_share_one_pool_of_threads(kernels: NativeKernels) -> 
     assert len({line.split()[-1] for line in maps if "libgomp" in line}) == 1
 
 
-def test_without_a_compiler_there_are_no_kernels_and_the_log_says_so(
+def test_without_a_compiler_there_are_no_kernels_and_a_warning_says_what_that_costs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(native.shutil, "which", lambda _: None)
-    with caplog.at_level("INFO"):
+    with caplog.at_level("WARNING"):
         assert load_kernels(torch.float32) is None
     assert "no g++" in caplog.text
+    assert "three times the CPU time" in caplog.text
+
+
+def test_native_attention_that_cannot_be_had_is_refused_by_its_option(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(native.shutil, "which", lambda _: None)
+    save_random(family_config("llama"), tmp_path)
+    with pytest.raises(BadConfig, match="--attention native cannot be had"):
+        TorchCpuExecutor.load(tmp_path, dtype="float32", slots=1, blocks=4, block_size=16, attention="native")
 
 
 def test_a_failing_compiler_leaves_nothing_behind(

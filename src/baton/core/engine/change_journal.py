@@ -62,6 +62,11 @@ class PrefixJournal:
     def __len__(self) -> int:
         return len(self._unreported)
 
+    @property
+    def has_changes(self) -> bool:
+        """Whether there is something to report; before the first report there is, even without keys."""
+        return self._fresh or bool(self._unreported)
+
     def restart(self) -> None:
         """Report all keys anew, as many at a time as are taken."""
         self._fresh = True

@@ -124,6 +124,18 @@ class PeerTraffic(Struct, tag="peer_traffic", frozen=True, gc=False):
     """Bytes of KV received."""
 
 
+class KvEventTraffic(Struct, tag="kv_event_traffic", frozen=True, gc=False):
+    """KV events published since the start; sent when it has changed."""
+
+    batches: int = 0
+    stored_blocks: int = 0
+    removed_blocks: int = 0
+    cleared: int = 0
+    """How often readers were told to forget everything: at the start, and where they could not be told what changed."""
+    replays: int = 0
+    """Requests of readers for what they missed."""
+
+
 class StoreTraffic(Struct, tag="store_traffic", frozen=True, gc=False):
     """Traffic between the pool, host memory and the store since the start; sent when it has changed."""
 
@@ -139,3 +151,15 @@ class StoreTraffic(Struct, tag="store_traffic", frozen=True, gc=False):
     """Calls of the store that failed."""
     bad_blocks: dict[str, int] = {}
     """Blocks found in the store and rejected, by reason."""
+
+
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Upper bounds of the buckets of StepSizes."""
+
+
+class StepSizes(Struct, tag="step_sizes", frozen=True, gc=False):
+    """Tokens of the steps since the start; sent when they have changed, once a second at most."""
+
+    counts: tuple[int, ...] = (0,) * (len(STEP_TOKENS) + 1)
+    """Steps by bucket of STEP_TOKENS, and those beyond the last."""
+    tokens: int = 0

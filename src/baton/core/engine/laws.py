@@ -76,6 +76,9 @@ def names_belong_to_blocks(scheduler: Scheduler) -> None:
     """A key belongs to one block, and the block to that key."""
     names = scheduler.pool.prefix.names()
     _require(len(set(names.values())) == len(names), "two blocks carry one name")
+    contents = scheduler.pool.prefix.contents
+    if contents is not None:
+        _require(contents.keys() == set(names.values()), "the contents that are kept are not those of the indexed blocks")
     _require(len(names) == len(scheduler.pool.prefix), "the two directions of the prefix index differ in size")
 
 

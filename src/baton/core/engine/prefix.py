@@ -16,6 +16,7 @@ from typing import NewType, cast
 
 from baton.core.content_hashes import KEY_BYTES as KEY_BYTES
 from baton.core.content_hashes import ContentHashes
+from baton.core.engine.block_contents import BlockContents
 from baton.core.engine.change_journal import PrefixJournal
 from baton.core.engine.request import Tokens
 from baton.core.errors import InvariantViolated
@@ -33,6 +34,8 @@ class PrefixIndex:
         """By block; the parent's key, not its block: a parent may be evicted and return in another block."""
         self.journal: PrefixJournal | None = None
         """Set once changes are to be reported."""
+        self.contents: BlockContents | None = None
+        """Set if the tokens of cached blocks are kept, for KV events."""
         self._children: dict[Key, int] = {}
         """Parent key → number of indexed blocks that have this parent."""
 
@@ -43,6 +46,10 @@ class PrefixIndex:
         """Keep changes from now on; the first report has all keys."""
         self.journal = PrefixJournal(self._block_of.keys, 2 * len(self._key_of))
         return self.journal
+
+    def keep_contents(self) -> None:
+        """Keep what is in each block from now on; the index is empty."""
+        self.contents = BlockContents(self.root(b""), len(self._key_of))
 
     def root(self, salt: bytes) -> Key:
         return Key(self.hashes.root(len(self.fingerprint).to_bytes(4, "little") + self.fingerprint + salt))
@@ -98,6 +105,8 @@ class PrefixIndex:
         del self._block_of[key]
         if self.journal is not None:
             self.journal.changed(key, False)
+        if self.contents is not None:
+            self.contents.forget(key)
         self._key_of[block] = self._parent_of[block] = None
         left = self._children[parent] - 1
         if left:

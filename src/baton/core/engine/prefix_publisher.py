@@ -48,6 +48,9 @@ class PrefixPublisher:
         tips = [self._tips[slot] for slot in rows]
         keys = self._pool.prefix.chain_each(tips, data)
         self._pool.publish(keys, tips, slots.table[at, next_block].tolist())
+        if (contents := self._pool.prefix.contents) is not None:
+            width = len(data) // len(rows)
+            contents.add(keys, tips, [data[begin : begin + width] for begin in range(0, len(data), width)], first=False)
         for slot, key in zip(rows, keys, strict=True):
             self._tips[slot] = key
         slots.published[at] += 1
@@ -60,11 +63,14 @@ class PrefixPublisher:
         for index in range(first + len(chain) - 1, upto):
             chain.append(self._pool.prefix.chain(chain[-1], self._tokens(slot, request, index * self._block_size)))
         self._pool.publish(chain[1:], chain[:-1], slots.table[slot, first:upto].tolist())
+        if (contents := self._pool.prefix.contents) is not None:
+            held = [self._tokens(slot, request, index * self._block_size) for index in range(first, upto)]
+            contents.add(chain[1:], chain[:-1], held, first=first == 0)
         slots.published[slot] = upto
         self._tips[slot] = chain[-1]
 
     def _tokens(self, slot: int, request: Request, begin: int) -> bytes:
         prompt, end = request.submission.prompt, begin + self._block_size
         split = len(prompt)
-        head = prompt[begin:split].tobytes() if begin < split else b""
-        return head + self._slots.output_bytes(slot, max(begin, split) - split, end - split)
+        head = prompt[begin : min(split, end)].tobytes() if begin < split else b""
+        return head + self._slots.output_bytes(slot, max(begin, split) - split, end - split) if end > split else head

@@ -12,6 +12,8 @@ import numpy as np
 
 from baton.core.engine.masks import all_true, any_true
 from baton.core.engine.plan import Int64s
+from baton.core.engine.preemption_record import Preemption
+from baton.core.engine.records import Request
 from baton.core.engine.recovery_cost import RecoveryCost
 from baton.core.engine.request import Move
 from baton.core.engine.reserve import BlockPromises
@@ -109,5 +111,21 @@ class BlockPressure:
             self.preemptions_of_self += 1
         else:
             self.preemptions_for_others += 1
+        self._record(request, victim, "self" if victim == asker else "growth")
         self._running.order_stop(request, Move.PREEMPT)
         self._promises.policy.after_preemption(self._slots)
+
+    def _record(self, request: Request, slot: int, cause: str) -> None:
+        """Before its row is stopped: what it holds is what it loses."""
+        cost = self.cost.estimate(slot)
+        self._running.preempted.add(
+            Preemption(
+                request.submission.request_id,
+                cause,
+                request.preemptions,
+                cost.way.name.lower(),
+                cost.compute_tokens,
+                cost.restore_blocks,
+                cost.cost_us,
+            )
+        )

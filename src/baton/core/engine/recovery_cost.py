@@ -57,13 +57,31 @@ class LostRows:
     is_stored: bool
     """The store gets it too, and can be asked."""
 
+    def copied_blocks(self, block_size: int) -> Int64s:
+        """Blocks that host memory would give back."""
+        shared = -(-(self.known - self.lost) // block_size)
+        return np.asarray(np.clip(self.kept_blocks - shared, 0, self.lost // block_size))
+
+    @property
+    def recomputed(self) -> Int64s:
+        """Tokens to compute where nothing is copied back."""
+        return np.where(self.leaves, self.known, self.lost)
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryEstimate:
+    """The quickest way back of one request."""
+
+    way: WayBack
+    compute_tokens: int
+    restore_blocks: int
+    cost_us: int
+
 
 def recovery_costs_us(rows: LostRows, block_size: int, rates: RecoveryRates) -> Int64s:
     """One line for each WayBack, one column for each row."""
-    shared = -(-(rows.known - rows.lost) // block_size)
-    copied = np.clip(rows.kept_blocks - shared, 0, rows.lost // block_size)
+    copied, recomputed = rows.copied_blocks(block_size), rows.recomputed
     fetched = np.where(rows.leaves, rows.kept_blocks, copied)
-    recomputed = np.where(rows.leaves, rows.known, rows.lost)
     unfetched = recomputed - fetched * block_size
     prefill_us, copy_us, move_us = rates.prefill_us_per_token, rates.copy_us_per_block, rates.move_us_per_token
     table = np.full((len(WayBack), len(rows.known)), ABSENT_US)
@@ -76,6 +94,18 @@ def recovery_costs_us(rows: LostRows, block_size: int, rates: RecoveryRates) -> 
     if move_us is not None:
         table[WayBack.MOVE] = np.where(rows.leaves, (rows.known * move_us).astype(np.int64), ABSENT_US)
     return table
+
+
+def recovery_estimate(row: LostRows, block_size: int, rates: RecoveryRates) -> RecoveryEstimate:
+    """Of one row."""
+    costs_us = recovery_costs_us(row, block_size, rates)[:, 0]
+    way = WayBack(int(costs_us.argmin()))
+    blocks = 0
+    if way is WayBack.HOST or (way is WayBack.STORE and not row.leaves[0]):
+        blocks = int(row.copied_blocks(block_size)[0])
+    elif way is WayBack.STORE:
+        blocks = int(row.kept_blocks[0])
+    return RecoveryEstimate(way, int(row.recomputed[0]) - blocks * block_size, blocks, int(costs_us[way]))
 
 
 class RecoveryCost:
@@ -94,6 +124,11 @@ class RecoveryCost:
     def costs_us(self, rows: Int64s) -> Int64s:
         """One line for each WayBack; ABSENT_US where a row does not have it."""
         return recovery_costs_us(self._lost_rows(rows), self._config.block_size, self._rates)
+
+    def estimate(self, slot: int) -> RecoveryEstimate:
+        """What bringing this row's request back would cost."""
+        rows = self._lost_rows(np.array([slot], dtype=np.int64))
+        return recovery_estimate(rows, self._config.block_size, self._rates)
 
     def _lost_rows(self, rows: Int64s) -> LostRows:
         slots, size, tiers = self._running.slots, self._config.block_size, self._tiers

@@ -48,6 +48,7 @@ from baton.core.bounds import (
     FLOAT_MAX,
     INT32_MAX,
     LISTED_MAX,
+    MASK_DIGEST_BYTES,
     MOVE_US_PER_TOKEN_MAX,
     PROMPT_ALTERNATIVES_MAX,
     REQUEST_ID_CHARS_MAX,
@@ -138,15 +139,31 @@ class FinishReason(StrEnum):
     """The matcher of its constraint gave up, such as at a limit of its own. It would elsewhere too."""
 
 
+class MaskReference(Struct, array_like=True, frozen=True, forbid_unknown_fields=True, gc=False):
+    """The mask of one version of a backend in the middle of an answer. A version with the same mask may continue it."""
+
+    version: Name
+    outputs: Count
+    """The mask is the one after this many outputs."""
+    digest: Annotated[bytes, Meta(max_length=MASK_DIGEST_BYTES)]
+    """Empty: no instance with that mask is left, so every version may continue the answer that permits its outputs."""
+
+
 class Constraint(Struct, array_like=True, frozen=True, forbid_unknown_fields=True, gc=False):
     """What an answer must match. Its matcher is derived from this and the delivered tokens, and never travels."""
 
     backend: Name
     """The name of what compiles and matches it, such as `llguidance`."""
-    version: Name
-    """Of the backend that compiled it in the front end. Another version may mask other tokens."""
+    version: Name | MaskReference
+    """Of the backend that compiled it in the front end. Another version may mask other tokens; in the middle of an answer, a
+    router that was refused for that says what to compare."""
     source: Annotated[str, Meta(max_length=CONSTRAINT_CHARS_MAX)]
     """The grammar in the backend's own form."""
+
+    @property
+    def began_under(self) -> str:
+        """The version whose masks the answer has followed so far."""
+        return self.version if isinstance(self.version, str) else self.version.version
 
 
 _BadWord = Annotated[tuple[Count, ...], Meta(min_length=1, max_length=BAD_WORD_TOKENS_MAX)]

@@ -17,6 +17,7 @@ from baton.core.config import WorkerConfig
 from baton.core.engine.blocks import BlockPool, Pin
 from baton.core.engine.change_journal import PhaseNotes
 from baton.core.engine.plan import Int64s, Start, StepPlan, Stop
+from baton.core.engine.preemption_record import RecentPreemptions
 from baton.core.engine.prefix import Key, PrefixIndex
 from baton.core.engine.prefix_publisher import PrefixPublisher
 from baton.core.engine.records import PrefixHit, Request
@@ -43,6 +44,7 @@ class RunningSet:
         self.now_us = 0
         """Time of the current event; set from outside."""
         self.steps = 0
+        self.preempted = RecentPreemptions()
         self.notes: PhaseNotes | None = None
         """Set once phases are to be reported."""
         self._publisher = PrefixPublisher(self.slots, self.pool, config.block_size)

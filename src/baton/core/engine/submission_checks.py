@@ -68,7 +68,8 @@ def refuse_constraint(submission: Submission, backends: tuple[tuple[str, str], .
     """Why the constraint cannot be enforced with these backends, each a name and a version.
 
     Another version takes a request from its beginning. One in mid-answer it refuses: it may find another next token than
-    the version that began it.
+    the version that began it. One that may be continued here has this instance's version when it comes here
+    (`executor.constraints.version_skew`).
     """
     constraint = submission.sampling.constraint
     if constraint is None:
@@ -77,7 +78,7 @@ def refuse_constraint(submission: Submission, backends: tuple[tuple[str, str], .
     if not versions:
         text = f"this instance cannot enforce constraints of {constraint.backend}"
         return Refusal(RefusalCode.NO_BACKEND, text)
-    if len(submission.generated) and constraint.version not in versions:
-        text = f"the answer began under {constraint.backend} {constraint.version}, and this instance has {versions[0]}"
+    if len(submission.generated) and constraint.began_under not in versions:
+        text = f"the answer began under {constraint.backend} {constraint.began_under}, and this instance has {versions[0]}"
         return Refusal(RefusalCode.OTHER_BACKEND_VERSION, text)
     return None

@@ -17,6 +17,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from baton.core.config import WorkerConfig
+from baton.core.engine.block_contents import BlockEvents
 from baton.core.engine.change_journal import KEYS_MAX, CachedKeysChanged, EngineChanges
 from baton.core.engine.ended import EndedRequest
 from baton.core.engine.gauges import SchedulerGauges
@@ -135,6 +136,8 @@ class Worker:
             self.decode_side = DecodeSide(config, self.scheduler, arriving, handover_secret)
         else:
             self.scheduler = mixed_scheduler(config, prefix)
+        if config.kv_events:
+            prefix.keep_contents()
         self._side = self.prefill_side or self.decode_side or HandoverSide()
         self._tiers = self.scheduler.tiers
         self._draining = False
@@ -214,6 +217,21 @@ class Worker:
         journal, notes = self.scheduler.pool.prefix.journal, self.scheduler.notes
         names = CachedKeysChanged() if journal is None else journal.take(KEYS_MAX)
         return EngineChanges(names) if notes is None else EngineChanges(names, notes.take(now_us), notes.take_preempted())
+
+    @property
+    def has_block_events(self) -> bool:
+        contents = self.scheduler.pool.prefix.contents
+        return contents is not None and contents.has_changes
+
+    def block_events(self) -> BlockEvents:
+        """Changes of cached blocks since the last call, at most KEYS_MAX blocks. Needs `kv_events` in the configuration."""
+        contents = self.scheduler.pool.prefix.contents
+        return BlockEvents(False, (), ()) if contents is None else contents.take(KEYS_MAX)
+
+    def retell_blocks(self) -> None:
+        """Let `block_events` begin anew: a reader has missed too much."""
+        if (contents := self.scheduler.pool.prefix.contents) is not None:
+            contents.restart()
 
     @property
     def is_idle(self) -> bool:

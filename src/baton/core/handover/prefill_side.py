@@ -202,8 +202,9 @@ class PrefillSide(HandoverSide):
         if not 0 <= int(known.min()) <= int(known.max()) < self._config.vocabulary:
             return "the prompt has token ids that this model does not know"
         constraint = submission.sampling.constraint
-        if constraint is not None and (constraint.backend, constraint.version) not in config.constraint_backends:
-            return f"it has no {constraint.backend} {constraint.version} for the constraint"  # its first token is drawn here
+        if constraint is not None and (constraint.backend, constraint.began_under) not in config.constraint_backends:
+            # Its first token is drawn here.
+            return f"it has no {constraint.backend} {constraint.began_under} for the constraint"
         if self.queued >= config.waiting_max:
             return f"its queue is full: {self.queued} prefills wait"
         return None

@@ -3,6 +3,8 @@
     IDLE ──bytes──▶ HEADER ──whole header──▶ BODY ──whole body──▶ ANSWER ──answered──▶ IDLE
                                               └──answered before the body was whole──▶ REST
 
+Under TLS a connection begins in HANDSHAKE, which may take as long as a header.
+
 A body has a least rate, so a slow line is no offence and a silent one is. An answer may be read as slowly as its reader
 likes: only a reader that has taken nothing at all for `unread_s`, while the server could not write on, is given up.
 """
@@ -14,6 +16,7 @@ from enum import Enum, StrEnum
 
 
 class ConnectionPhase(Enum):
+    HANDSHAKE = "TLS is not established"
     IDLE = "no request"
     HEADER = "part of a header has come"
     BODY = "part of a body has come"
@@ -25,6 +28,7 @@ class ConnectionPhase(Enum):
 class Overdue(StrEnum):
     """The limit that a client has passed."""
 
+    HANDSHAKE = "tls_handshake_timeout"
     IDLE = "idle"
     HEADER = "header_timeout"
     BODY = "body_timeout"
@@ -40,6 +44,7 @@ class TimeLimits:
     idle_s: float = 75.0
     """Longer than clients commonly keep idle connections, so that none sends a request into a connection being closed."""
     header_s: float = 20.0
+    """Of a TLS handshake too."""
     body_s: float = 30.0
     """A body may take this long, and a second more for every `body_bytes_a_s`."""
     body_bytes_a_s: int = 64 << 10
@@ -49,6 +54,7 @@ class TimeLimits:
 
 
 _OVERDUE = {
+    ConnectionPhase.HANDSHAKE: Overdue.HANDSHAKE,
     ConnectionPhase.IDLE: Overdue.IDLE,
     ConnectionPhase.HEADER: Overdue.HEADER,
     ConnectionPhase.BODY: Overdue.BODY,
@@ -100,7 +106,7 @@ class ConnectionClock:
         match self.phase:
             case ConnectionPhase.IDLE:
                 return limits.idle_s
-            case ConnectionPhase.HEADER:
+            case ConnectionPhase.HEADER | ConnectionPhase.HANDSHAKE:
                 return limits.header_s
             case ConnectionPhase.BODY:
                 return limits.body_s + self._body_bytes / limits.body_bytes_a_s

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from baton.core.engine.ended import EndedRequest
-from baton.core.engine.request import FinishReason
+from baton.core.engine.request import FinishReason, MaskReference
 from baton.core.errors import RefusalCode
 from baton.core.handover.faults import PdFault
 from baton.core.routing.events import (
@@ -18,10 +20,12 @@ from baton.core.routing.events import (
     AttemptRefused,
     DeliverTokens,
     Instance,
+    MaskCame,
     PhaseReport,
     Session,
     TimelineStage,
     TokensCame,
+    WantMask,
 )
 from baton.core.routing.fleet_members import FleetMember
 from baton.core.routing.identity import AttemptId, ChoiceAttempt
@@ -144,8 +148,45 @@ class Attempts:
         for choice in sent:
             if choice.attempt is not None:  # else its request ended with an earlier choice
                 choice.goes_alone |= event.refusal.code is RefusalCode.GROUP_TOO_LARGE
+                is_version = event.refusal.code is RefusalCode.OTHER_BACKEND_VERSION
                 cause = MoveCause.REFUSED if about_instance else MoveCause.UNFIT
-                self.go_on_elsewhere(choice, cause, fault_of_refusal(event.refusal))
+                fault = fault_of_refusal(event.refusal)
+                if is_version and not self._continues_under_another_version(choice):
+                    self._give_up(choice, fault)
+                else:
+                    self.go_on_elsewhere(choice, cause, fault)
+
+    def _continues_under_another_version(self, choice: RoutedChoice) -> bool:
+        """An instance with another version of its constraint's backend refused it: find out which mask it needs, then offer
+        it with that one; after all have refused that, with none. False: they have refused that too for `absent_us`, in which
+        an instance with its version could have come."""
+        requests, submission, count = self._requests, choice.submission, len(choice.delivered)
+        if submission is None or submission.sampling.constraint is None:
+            return False
+        if choice.mask_wanted != count:
+            choice.mask, choice.mask_wanted, choice.mask_refused_by = None, count, []
+            choice.version_missing_us = None
+            constraint = submission.sampling.constraint
+            which = choice.request.number, choice.index
+            requests.effects.append(WantMask(*which, constraint, tuple(choice.delivered)))
+        elif choice.mask is not None and choice.mask == choice.sent_mask and choice.where is not None:
+            choice.mask_refused_by.append(choice.where)
+            if all(server.name in choice.mask_refused_by for server in requests.fleet.servers):
+                if not choice.mask.digest and choice.version_missing_us is None:
+                    choice.version_missing_us = requests.now_us
+                choice.mask, choice.mask_refused_by = replace(choice.mask, digest=b""), []
+                since_us = choice.version_missing_us
+                return since_us is None or requests.now_us < since_us + self._config.absent_us
+        return True
+
+    def mask_came(self, event: MaskCame) -> None:
+        request = self._requests.by_number.get(event.request)
+        choice = None if request is None else request.choices[event.choice]
+        submission = None if choice is None else choice.submission
+        if choice is None or submission is None or submission.sampling.constraint is None:
+            return
+        if event.outputs == choice.mask_wanted == len(choice.delivered):
+            choice.mask = MaskReference(submission.sampling.constraint.began_under, event.outputs, event.digest)
 
     def _attempt(self, session: Session, which: AttemptId | ChoiceAttempt) -> Attempt | None:
         """None for an attempt that has ended, or of another session."""

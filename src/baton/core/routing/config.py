@@ -84,6 +84,22 @@ class RouterConfig:
         Bounds(least=0),
     ] = 10_000_000  # fmt: skip
     """Longest time that a request without a token waits while there is no instance."""
+    expected_instances: Annotated[
+        int,
+        Setting(
+            "expect-instances", Panel.INSTANCES,
+            "How many instances that answer requests are being started: until they have come, requests wait for them.", 0,
+        ),
+    ] = 0  # fmt: skip
+    """Until as many have served once, and for `start_us` at most, the absence of instances ends no request."""
+    start_us: Annotated[
+        int,
+        Setting(
+            "start-timeout", Panel.INSTANCES, "Seconds that requests wait for --expect-instances, from the start.", 0,
+            unit=Unit.SECONDS,
+        ),
+        Bounds(least=0),
+    ] = 600_000_000  # fmt: skip
     waiting_max: Annotated[
         int,
         Setting(

@@ -85,6 +85,7 @@ class Dispatcher:
         pairs = [(choice, self._query.settled(choice)) for choice in batch]
         for choice in batch:
             choice.sent_preemptions, choice.resumes_in_place = choice.preemptions, self._moves_no_more(choice)
+            choice.sent_mask = choice.mask
         group = group_of(pairs, prefill_at, requests.move_meter.us_per_token)
         attempt = request.attempt_at(member, list(batch))
         for choice, submission in pairs:

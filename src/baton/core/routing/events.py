@@ -11,7 +11,6 @@ all delivered tokens in `generated`: the instance continues after them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from typing import Annotated, NamedTuple, NewType
 
 from msgspec import Meta, Struct
@@ -20,10 +19,11 @@ from baton.core.bounds import NAME_CHARS_MAX, Address, Count, Fingerprint, Incar
 from baton.core.engine.change_journal import NO_KEYS_CHANGED, CachedKeysChanged
 from baton.core.engine.ended import Bill, EndedRequest
 from baton.core.engine.gauges import SchedulerGauges
-from baton.core.engine.request import FinishReason, Submission
+from baton.core.engine.request import Constraint, FinishReason, Submission
 from baton.core.errors import Refusal
 from baton.core.handover.faults import PdFault
 from baton.core.routing.identity import AttemptId, ChoiceAttempt, RequestNumber
+from baton.core.routing.timeline_stage import TimelineStage as TimelineStage
 
 MEMBERSHIP_VERSION = 4
 """Version of the messages between routers and instances."""
@@ -209,6 +209,17 @@ class AttemptRefused:
     refusal: Refusal
 
 
+@dataclass(frozen=True, slots=True)
+class MaskCame:
+    """The answer to WantMask."""
+
+    request: RequestNumber
+    choice: int
+    outputs: int
+    digest: bytes
+    """Empty: this router has another version of the backend, or cannot compute it."""
+
+
 class TokensCame(NamedTuple):
     """Tokens of a choice, or its end, or both. A tuple, because one is made for each row of each step."""
 
@@ -240,6 +251,7 @@ RouterEvent = (
     | RequestClaimed
     | AttemptAccepted
     | AttemptRefused
+    | MaskCame
     | TokensCame
     | DeadlineCame
 )
@@ -325,6 +337,17 @@ class ForgetChoices:
     attempt: AttemptId
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class WantMask:
+    """To the front end: compute the digest of the mask that the constraint's version has after these outputs. Answer
+    MaskCame."""
+
+    request: RequestNumber
+    choice: int
+    constraint: Constraint
+    outputs: tuple[int, ...]
+
+
 class RequestOpened(Struct, frozen=True, gc=False):
     """To the client: an instance accepted the request, for the first time."""
 
@@ -384,20 +407,6 @@ class UnclaimedDropped:
     request: RequestNumber
 
 
-class TimelineStage(Enum):
-    """Stages of a choice in the timeline."""
-
-    QUEUED = "queued"
-    PLACED = "placed"
-    PREFILL = "prefill"
-    HANDOVER = "handover"
-    DECODE = "decode"
-    PREEMPTED = "preempted"
-    RESUMED = "resumed"
-    MOVED = "moved"
-    ENDED = "ended"
-
-
 class TimelineNoted(Struct, frozen=True, gc=False):
     """For the log, the metrics and the timeline: an event of a choice."""
 
@@ -430,6 +439,7 @@ RouterEffect = (
     | CancelChoices
     | StopChoice
     | ForgetChoices
+    | WantMask
     | RequestOpened
     | RequestDeclined
     | DeliverTokens | UnclaimedFound | UnclaimedDropped | TimelineNoted | FleetChanged

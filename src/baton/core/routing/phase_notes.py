@@ -19,7 +19,7 @@ RECENT_MAX = 1024
 STAGES = {
     Phase.RUNNING_PREFILL.name: TimelineStage.PREFILL,
     Phase.RECEIVING.name: TimelineStage.HANDOVER,
-    Phase.RESTORING.name: TimelineStage.PREFILL,
+    Phase.RESTORING.name: TimelineStage.RESTORE,
     Phase.HANDING_OVER.name: TimelineStage.HANDOVER,
     Phase.RUNNING_DECODE.name: TimelineStage.DECODE,
 }

@@ -38,7 +38,7 @@ class PlacementQuery:
             first.setdefault(prompt, (choice, submission))
             tokens[prompt] = tokens.get(prompt, len(submission.prompt)) + len(choice.delivered)
             longest = max(longest, len(submission.prompt) + (submission.max_tokens or 1))
-            avoid += choice.unfit_at
+            avoid += choice.unfit_at + choice.mask_refused_by
             yielded_at += choice.yielded_at
             if choice.turned_down_by is not None:
                 avoid.append(choice.turned_down_by)

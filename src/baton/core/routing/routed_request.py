@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from baton.core.engine.ended import Bill, EndedRequest
-from baton.core.engine.request import FinishReason, RequestId, Submission, frozen_tokens
+from baton.core.engine.request import FinishReason, MaskReference, RequestId, Sampling, Submission, frozen_tokens
 from baton.core.errors import Refusal, RefusalCode
 from baton.core.handover.faults import PdCode, PdFault, PdStage
 from baton.core.routing.config import RouterConfig
@@ -76,7 +76,13 @@ TRANSITIONS: dict[tuple[ChoiceState, ChoiceMove], ChoiceState] = {
     (ChoiceState.CUT, ChoiceMove.END): ChoiceState.ENDED,
 }
 
-ABOUT_THE_INSTANCE = (RefusalCode.DRAINING, RefusalCode.QUEUE_FULL, RefusalCode.WRONG_ROLE, RefusalCode.DUPLICATE_ID)
+ABOUT_THE_INSTANCE = (
+    RefusalCode.DRAINING,
+    RefusalCode.QUEUE_FULL,
+    RefusalCode.WRONG_ROLE,
+    RefusalCode.DUPLICATE_ID,
+    RefusalCode.OTHER_BACKEND_VERSION,
+)
 """Refusals that another instance, or the same one a little later, need not repeat."""
 OVER = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.CONSTRAINT_FAILED)
 """Ends of the answer itself, which would be the same elsewhere; others end an attempt."""
@@ -133,6 +139,17 @@ class RoutedChoice:
     """Instances that had no room for it; at the last of them most of its KV may still be cached."""
     unfit_at: list[Instance] = field(default_factory=list)
     """Instances that refused it because of itself, after it had run elsewhere."""
+    mask: MaskReference | None = None
+    """After a refusal for the version of its constraint: the mask that an instance must have to continue it. None: not asked
+    for, or not known yet."""
+    mask_wanted: int = 0
+    """Number of its tokens when that mask was asked for."""
+    sent_mask: MaskReference | None = None
+    """The `mask` that its last attempt was sent with."""
+    mask_refused_by: list[Instance] = field(default_factory=list)
+    """Instances that refused it with this `mask`."""
+    version_missing_us: int | None = None
+    """Since when no instance that is there permits what was delivered; one that does may come back."""
     turned_down_by: Instance | None = None
     """The instance that refused it last, or was lost with it."""
     keep: int | None = None
@@ -330,6 +347,7 @@ def group_of(
         group.append(
             replace(
                 submission,
+                sampling=_sampling_of(choice, submission),
                 leader=leader,
                 generated=frozen_tokens(choice.delivered),
                 prefill_at=prefill_at.get(prompt, ""),
@@ -340,3 +358,11 @@ def group_of(
             )
         )
     return tuple(group)
+
+
+def _sampling_of(choice: RoutedChoice, submission: Submission) -> Sampling:
+    """With the mask to compare, if one is known for the tokens that it has now."""
+    sampling, mask = submission.sampling, choice.mask
+    if sampling.constraint is None or mask is None or mask.outputs != len(choice.delivered):
+        return sampling
+    return replace(sampling, constraint=replace(sampling.constraint, version=mask))

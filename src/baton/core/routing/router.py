@@ -37,6 +37,7 @@ from baton.core.routing.events import (
     InstanceDrains,
     InstanceJoined,
     InstanceLost,
+    MaskCame,
     MessageCame,
     OrderDrain,
     RejectInstance,
@@ -49,6 +50,7 @@ from baton.core.routing.events import (
     TellPrefillPeers,
     TokensCame,
 )
+from baton.core.routing.expected_instances import ExpectedInstances
 from baton.core.routing.fleet_members import (
     SECOND_LOOK_US,
     FleetMember,
@@ -57,6 +59,7 @@ from baton.core.routing.fleet_members import (
     MemberMove,
     MemberState,
 )
+from baton.core.routing.identity import RequestNumber
 from baton.core.routing.routed_request import ChoiceMove, ChoiceState, RoutedRequest
 from baton.core.routing.routed_requests import RoutedRequests, RouterCounts, digest_of, sooner
 from baton.core.routing.server_absence import ServerAbsence
@@ -97,6 +100,10 @@ class Router:
     def counts(self) -> RouterCounts:
         return self._requests.counts
 
+    @property
+    def expected(self) -> ExpectedInstances:
+        return self._absence.expected
+
     def views(self, now_us: int | None = None) -> list[InstanceView]:
         return self.fleet.views(self._requests.now_us if now_us is None else now_us)
 
@@ -108,6 +115,14 @@ class Router:
         """By choice of an open request: how often it was preempted anywhere; for the laws."""
         request = self._requests.by_origin.get(digest_of(origin))
         return () if request is None else tuple(choice.preemptions for choice in request.choices)
+
+    def known_tokens(self, number: RequestNumber, choice: int) -> int:
+        """For the log: tokens of the prompt and the answer of a choice so far; 0 where its request is over."""
+        request = self._requests.by_number.get(number)
+        if request is None:
+            return 0
+        submission = request.choices[choice].submission
+        return len(request.choices[choice].delivered) + (0 if submission is None else len(submission.prompt))
 
     def holders(self, key: bytes) -> tuple[Session, ...]:
         """The sessions whose instances are believed to have this prefix cached; for the laws."""
@@ -138,6 +153,8 @@ class Router:
             case AttemptRefused():
                 self.fleet.heard(event.session, now_us)
                 self._attempts.refused(event)
+            case MaskCame():
+                self._attempts.mask_came(event)
             case RequestArrived():
                 self._dispatcher.arrived(event)
             case ClientLeft(number):

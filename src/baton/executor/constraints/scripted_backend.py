@@ -104,6 +104,10 @@ class ScriptedBackend:
     name = "scripted"
     version = "1"
 
+    def __init__(self, version: str = version) -> None:
+        """All versions allow the same tokens."""
+        self.version = version
+
     def compile(self, source: str) -> _ScriptedConstraint:
         try:
             decoded = msgspec.json.decode(source, type=ScriptedSource)

@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 import torch
 
+from baton.core.config import BadConfig
 from baton.core.engine.plan import (
     NO_INT32S,
     NO_INT64S,
@@ -40,6 +41,7 @@ from baton.core.engine.plan import (
 )
 from baton.core.engine.request import NO_TOKENS, PromptLogprobs, Sampling, Tokens, frozen_tokens
 from baton.core.errors import InvariantViolated
+from baton.core.start_stage import OnStage, no_stages
 from baton.executor.constraints.compiled_cache import NO_CONSTRAINTS, CompiledConstraints, MakeBackends, no_backends
 from baton.executor.contract import Allocate, ExecutorShape, KvView, LayerDone, zeroed
 from baton.executor.cpu.native_attention import NativeAttention, can_serve
@@ -50,7 +52,6 @@ from baton.executor.fingerprint import fingerprint_model
 from baton.executor.kv_pool import KvPool, blocks_for_memory, kv_bytes_per_block
 from baton.executor.layer_probe import fuse_model
 from baton.executor.model_loading import LoadedModel, forward, load_model
-from baton.executor.model_support import UnsupportedModel
 from baton.executor.packing import FeedRange, PackedBatch, pack
 from baton.executor.paged_attention import AttentionContext, GatherAttention
 from baton.executor.prompt_scores import PromptScorer, ScoredRange
@@ -180,19 +181,21 @@ class TorchCpuExecutor:
         proposer: DraftProposer = NAIVE,
         constrained_burst: int = 0,
         backends: MakeBackends = no_backends,
+        on_stage: OnStage = no_stages,
     ) -> TorchCpuExecutor:
         """Load a model folder. `blocks` overrides `kv_memory_bytes`; the context defaults to the model's own. `backends`
-        makes those for constraints from the size of the vocabulary."""
+        makes those for constraints from the size of the vocabulary. `on_stage` is called by one thread at a time."""
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="baton-executor")
         try:
-            loaded, kernels = thread.submit(_prepare, path, dtype, attention, block_size).result()
+            prepared = thread.submit(_prepare, path, dtype, attention, block_size, context_tokens, on_stage)
+            loaded, kernels = prepared.result()
         except BaseException:
             thread.shutdown(wait=True)
             raise
         bytes_per_block = kv_bytes_per_block(loaded.layers, block_size, loaded.dtype)
         shape = ExecutorShape(
             slots=slots,
-            blocks=blocks_for_memory(kv_memory_bytes, bytes_per_block) if blocks is None else blocks,
+            blocks=blocks_for_memory(kv_memory_bytes, bytes_per_block, block_size) if blocks is None else blocks,
             block_size=block_size,
             context_tokens=min(context_tokens or loaded.context_tokens, loaded.context_tokens),
             burst=burst,
@@ -422,15 +425,18 @@ class TorchCpuExecutor:
         return drafted
 
 
-def _prepare(path: Path, dtype: str, attention: str, block_size: int) -> tuple[LoadedModel, NativeKernels | None]:
+def _prepare(
+    path: Path, dtype: str, attention: str, block_size: int, context_tokens: int | None, on_stage: OnStage
+) -> tuple[LoadedModel, NativeKernels | None]:
     """Load the model on the executor's thread, where all computing happens.
 
     OpenMP keeps a pool of threads for each thread that ever computed in parallel. With two pools on the same cores its
     threads sleep between operations, and every small operation waits for a wake-up.
     """
     _yield_to_others()  # before that pool is created: its threads inherit the niceness
-    loaded = load_model(path, dtype)
-    return loaded, _choose_kernels(attention, loaded, block_size)
+    on_stage("loading the weights")
+    loaded = load_model(path, dtype, context_tokens=context_tokens)
+    return loaded, _choose_kernels(attention, loaded, block_size, on_stage)
 
 
 def _yield_to_others() -> None:
@@ -442,16 +448,16 @@ def _yield_to_others() -> None:
             os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS)
 
 
-def _choose_kernels(attention: str, loaded: LoadedModel, block_size: int) -> NativeKernels | None:
+def _choose_kernels(attention: str, loaded: LoadedModel, block_size: int, on_stage: OnStage) -> NativeKernels | None:
     """The kernels for the requested attention, or for the best available; fuses the model where there are kernels."""
     if attention not in ATTENTIONS:
         raise ValueError(f"attention is one of {', '.join(ATTENTIONS)}, not {attention!r}")
-    kernels = None if attention == "gather" else load_kernels(loaded.dtype)
+    kernels = None if attention == "gather" else load_kernels(loaded.dtype, on_stage)
     if kernels is not None and not can_serve(loaded.layers, block_size):
         log.info("native attention needs head and block sizes in multiples of %d", LANES)
         kernels = None
     if kernels is None and attention == "native":
-        raise UnsupportedModel(str(loaded.model.config.model_type), "sizes or number formats without native attention here")
+        raise BadConfig(f"--attention native cannot be had for {loaded.model.config.model_type} here: the log says why")
     log.info("attention: %s", "gathered by torch" if kernels is None else "native, over blocks in place")
     if kernels is not None:
         fuse_model(loaded.model, loaded.layers, kernels)

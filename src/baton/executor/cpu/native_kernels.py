@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from baton.core.start_stage import OnStage, no_stages
 from baton.executor.cache_folder import KERNELS, MAKING, private_cache
 from baton.executor.private_files import UnsafeFile, check_file
 from baton.executor.scratch_folder import scratch_folder
@@ -163,19 +164,22 @@ def head_panels(weight: torch.Tensor) -> torch.Tensor:
     return padded.view(-1, HEAD_PANEL, weight.shape[1] // pair, pair).transpose(1, 2).contiguous()
 
 
-def load_kernels(dtype: torch.dtype) -> NativeKernels | None:
+def load_kernels(dtype: torch.dtype, on_stage: OnStage = no_stages) -> NativeKernels | None:
     """The kernels for a number format, compiled if necessary; None, with the reason logged, where impossible."""
     if dtype not in SUFFIXES:
         log.info("no native kernels for %s", dtype)
         return None
     compiler = shutil.which("g++")
     if compiler is None:
-        log.info("no native kernels: there is no g++ on this machine")
+        log.warning(
+            "no native kernels: there is no g++ in PATH. torch does their work, which takes about three times the CPU time; "
+            "install g++ (Debian: apt install g++) and start again"
+        )
         return None
-    return _library(compiler, dtype)
+    return _library(compiler, dtype, on_stage)
 
 
-def _library(compiler: str, dtype: torch.dtype) -> NativeKernels | None:
+def _library(compiler: str, dtype: torch.dtype, on_stage: OnStage) -> NativeKernels | None:
     source = Path(__file__).with_name("kernels.cpp")
     try:
         folder = private_cache(KERNELS)
@@ -183,6 +187,7 @@ def _library(compiler: str, dtype: torch.dtype) -> NativeKernels | None:
         if os.path.lexists(target):
             check_file(target)
             return _loaded(target, dtype)
+        on_stage("compiling the CPU kernels (once for this machine, some tens of seconds)")
         with scratch_folder(MAKING, folder) as scratch:
             made = _compiled(compiler, source, scratch.path)
             return None if made is None else _loaded(made.replace(target), dtype)

@@ -21,6 +21,7 @@ import torch
 
 from baton.core.engine.plan import StepPlan, StepResult
 from baton.core.errors import InvariantViolated
+from baton.core.start_stage import OnStage, no_stages
 from baton.executor.constraints.compiled_cache import NO_CONSTRAINTS, CompiledConstraints, MakeBackends, no_backends
 from baton.executor.contract import NO_KV, ExecutorShape, LayerDone
 from baton.executor.cuda.chunks import mixed_sizes
@@ -105,9 +106,11 @@ class TorchCudaExecutor:
         batch_invariant: bool = False,
         graphs: bool = True,
         backends: MakeBackends = no_backends,
+        on_stage: OnStage = no_stages,
     ) -> TorchCudaExecutor:
         """Load a model folder. Without `blocks` or `kv_memory_bytes` the pool takes the memory that is left."""
-        loaded = load_model(path, dtype, "cuda")
+        on_stage("loading the weights")
+        loaded = load_model(path, dtype, "cuda", context_tokens)
         shape = ExecutorShape(
             slots=slots,
             blocks=blocks or 0,
@@ -117,7 +120,7 @@ class TorchCudaExecutor:
         )
         return cls.of(
             loaded, shape, step_tokens=step_tokens, kv_memory_bytes=kv_memory_bytes, proposer=proposer,
-            attention=attention, batch_invariant=batch_invariant, graphs=graphs, backends=backends,
+            attention=attention, batch_invariant=batch_invariant, graphs=graphs, backends=backends, on_stage=on_stage,
         )  # fmt: skip
 
     @classmethod
@@ -133,6 +136,7 @@ class TorchCudaExecutor:
         batch_invariant: bool = False,
         graphs: bool = True,
         backends: MakeBackends = no_backends,
+        on_stage: OnStage = no_stages,
     ) -> TorchCudaExecutor:
         """An executor of a model on the device. Where the shape names no blocks, as many as fit.
 
@@ -145,12 +149,15 @@ class TorchCudaExecutor:
             # A rehearsal of the largest step puts all its tokens into one sequence.
             fuse_for_cuda(loaded, scratch, max(shape.context_tokens + shape.burst, step_tokens))
             if not shape.blocks:
+                on_stage("measuring what the largest step needs")
                 shape = blocks_that_fit(loaded, shape, scratch, step_tokens, kv_memory_bytes)
             constraints = CompiledConstraints(backends(loaded.vocabulary))
             stepper = _build(loaded, shape, scratch, step_tokens, proposer, constraints)
             if graphs:
+                on_stage("capturing graphs of steps")
                 stepper.runner.capture(buckets_upto(shape.slots))
                 stepper.runner.capture_mixed(mixed_sizes(step_tokens, shape.slots))
+            on_stage("warming up")
             warm_up(stepper, shape, step_tokens)
             torch.cuda.synchronize()  # steps run on another stream than the one that made their buffers
         way = "batch-invariant" if batch_invariant else "triton"

@@ -31,7 +31,7 @@ def blocks_that_fit(
     """The same shape with as many blocks as fit into the given memory, or into all that the largest step leaves."""
     each = kv_bytes_per_block(loaded.layers, shape.block_size, loaded.dtype)
     if kv_memory_bytes is not None:
-        return replace(shape, blocks=blocks_for_memory(kv_memory_bytes, each))
+        return replace(shape, blocks=blocks_for_memory(kv_memory_bytes, each, shape.block_size))
     torch.cuda.reset_peak_memory_stats()
     _rehearse(loaded, shape, scratch, step_tokens)
     peak = torch.cuda.max_memory_allocated()

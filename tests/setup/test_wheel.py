@@ -1,0 +1,88 @@
+"""The wheel: it has what serves, says what it needs, and serves the built-in model by itself, without a compiler."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+import zipfile
+from email.parser import Parser
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from baton import __version__
+from baton.executor.cache_folder import cache_folder
+from tools.try_wheel import ANSWER, try_wheel
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src"
+GIVEN_BY_HAND = {"mooncake": "mooncake-transfer-engine-non-cuda"}
+"""Distributions of modules that may not be installed here."""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    folder = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (built,) = folder.glob("*.whl")
+    return zipfile.ZipFile(built)
+
+
+def test_every_file_of_the_package_is_in_the_wheel(wheel: zipfile.ZipFile) -> None:
+    here = {path.relative_to(SOURCE).as_posix() for path in (SOURCE / "baton").rglob("*") if path.is_file()}
+    here = {name for name in here if "__pycache__" not in name}
+    packed = {name for name in wheel.namelist() if name.startswith("baton/")}
+    assert packed == here
+    assert {"baton/executor/cpu/kernels.cpp", "baton/node/static/index.html"} <= packed
+
+
+def test_its_metadata_name_version_licence_and_no_torch(wheel: zipfile.ZipFile) -> None:
+    (folder,) = {name.partition("/")[0] for name in wheel.namelist() if ".dist-info/" in name}
+    told = Parser().parsestr(wheel.read(f"{folder}/METADATA").decode())
+    assert told["Version"] == __version__
+    assert told["License-Expression"] == "Apache-2.0"
+    assert wheel.read(f"{folder}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+    needed = [Requirement(line) for line in told.get_all("Requires-Dist") or ()]
+    assert not [line for line in needed if line.name in ("torch", "triton") and "extra" not in str(line.marker)]
+    assert "baton = baton.cli.main:run" in wheel.read(f"{folder}/entry_points.txt").decode()
+
+
+def _imported(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.partition(".")[0])
+    return names - sys.stdlib_module_names - {"baton", "_typeshed"}
+
+
+def test_every_package_that_is_imported_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [line for name, lines in project["optional-dependencies"].items() if name != "dev" for line in lines]
+    declared = {canonicalize_name(Requirement(line).name) for line in [*project["dependencies"], *extras]}
+    known = packages_distributions()
+    undeclared = set()
+    for path in sorted((SOURCE / "baton").rglob("*.py")):
+        for module in _imported(path):
+            owners = known.get(module, [GIVEN_BY_HAND.get(module, module)])
+            if not declared & {canonicalize_name(owner) for owner in owners}:
+                undeclared.add(f"{path.relative_to(SOURCE)} imports {module}")
+    assert not undeclared
+
+
+@pytest.mark.slow
+def test_a_new_environment_with_only_the_wheel_serves_the_built_in_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_NO_COMPILE", "1")  # only what is imported is compiled, when it is
+    tried = try_wheel(tmp_path, sys.executable, cache_folder())
+    assert ANSWER in tried.answer
+    assert "no native kernels: there is no g++" in tried.log
+    assert "Traceback" not in tried.log
