@@ -19,6 +19,7 @@ from baton.node.engine_client import EngineClient
 from baton.node.settings import EngineSettings
 from baton.wire.engine_messages import (
     WIRE_VERSION,
+    DrainBegun,
     FromEngine,
     ReadyMessage,
     StepOutput,
@@ -103,4 +104,18 @@ async def test_it_is_idle_when_what_is_kept_of_kv_is_where_it_should_be(engine: 
     await asyncio.sleep(0)
     assert not idle.done()
     hear(engine, StepOutput(b"", b"", b"", (), (), (), replace(at_work, storage=StorageGauges())))
+    await asyncio.wait_for(idle, 20)
+
+
+async def test_it_is_not_idle_by_gauges_that_are_older_than_the_order_to_drain(engine: EngineClient) -> None:
+    at_rest = replace(GAUGES, handovers=HandoverGauges(), storage=StorageGauges())
+    hear(engine, StepOutput(b"", b"", b"", (), (), (), at_rest))
+    engine.drain()
+    idle = asyncio.ensure_future(engine.wait_idle())
+    await asyncio.sleep(0)
+    assert not idle.done(), "a hand-over may have begun meanwhile"
+    hear(engine, DrainBegun(replace(at_rest, handovers=HandoverGauges(open=1))))
+    await asyncio.sleep(0)
+    assert not idle.done()
+    hear(engine, StepOutput(b"", b"", b"", (), (), (), at_rest))
     await asyncio.wait_for(idle, 20)

@@ -29,7 +29,7 @@ from baton.core.config import BadConfig
 from baton.core.engine.block_contents import BlockEvents
 from baton.core.engine.driver import Answer, WorkerDriver
 from baton.core.engine.gauges import KvEventTraffic, PeerTraffic, StoreTraffic
-from baton.core.engine.orders import ReportChanges, Submit
+from baton.core.engine.orders import Drain, ReportChanges, Submit
 from baton.core.engine.prefix import PrefixIndex
 from baton.core.engine.worker import Event, GroupRefused, Launch, StepDone, Tick, Worker
 from baton.core.errors import EXIT_SETUP, BatonError, InvariantViolated, SetupError
@@ -64,6 +64,7 @@ from baton.node.stderr_queue import EXIT_S_MAX, drain_stderr, queue_stderr
 from baton.node.step_sizes import StepSizeCounts
 from baton.wire.engine_messages import (
     WIRE_VERSION,
+    DrainBegun,
     FailedMessage,
     FromEngine,
     PrefillPeerAddresses,
@@ -270,6 +271,8 @@ class EngineLoop:
                 self._handle(message)
             if isinstance(message, ReportChanges):
                 self._pulse_us = self._now_us()
+            elif isinstance(message, Drain):
+                self._send(DrainBegun(self._worker.gauges()))
 
     def _connect_peers(self, addresses: tuple[str, ...]) -> None:
         if self._handovers is not None:  # otherwise this instance has no peers

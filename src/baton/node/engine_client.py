@@ -32,6 +32,7 @@ from baton.node.token_streams import BufferedTokenStream, ended_of, logprobs_of
 from baton.wire.engine_messages import (
     FRAME_BYTES_MAX,
     WIRE_VERSION,
+    DrainBegun,
     FromEngine,
     Pulse,
     ReadyMessage,
@@ -90,6 +91,8 @@ class EngineClient:
         """Set whenever a request may have closed."""
         self._death: NotServing | None = None
         self._draining = False
+        self._drain_begun = False
+        """The engine has said that it drains."""
         self._gauges = SchedulerGauges()
         self.tokens_made = 0
         """Since the start, of all submitters."""
@@ -207,9 +210,15 @@ class EngineClient:
     async def wait_idle(self) -> None:
         """Wait until no request and no hand-over to a peer is open, and no KV is being copied to or from host memory or the
         store."""
-        while self.open_requests or self._gauges.handovers.open or self._gauges.storage.transfers:
+        while self._death is None and not self._is_idle:
             self._request_closed.clear()
             await self._request_closed.wait()
+
+    @property
+    def _is_idle(self) -> bool:
+        if self._draining and not self._drain_begun:
+            return False  # the gauges are older than the order to begin nothing more
+        return not (self.open_requests or self._gauges.handovers.open or self._gauges.storage.transfers)
 
     async def submit(self, group: Sequence[Submission], origin: OriginalRequest | None = None) -> list[TokenStream]:  # noqa: ARG002
         self._refuse_if_dead()
@@ -276,8 +285,9 @@ class EngineClient:
         if isinstance(message, StepOutput):
             self.tokens_made += len(message.tokens) // 4  # four bytes per token
             self._drafts = DraftGauges(message.draft_tokens, message.accepted_draft_tokens)
-        if isinstance(message, StepOutput | Pulse):
+        if isinstance(message, StepOutput | Pulse | DrainBegun):
             self._gauges = message.gauges
+            self._drain_begun |= isinstance(message, DrainBegun)
             if self.histories is not None and isinstance(message, Pulse):
                 self.histories.record(message.notes)
         elif isinstance(message, PeerTraffic):

@@ -30,7 +30,7 @@ from baton.core.errors import BatonError, Refusal, RefusalCode
 _Number = TypeVar("_Number", bound=np.generic)
 _Message = TypeVar("_Message")
 
-WIRE_VERSION = 8
+WIRE_VERSION = 9
 FRAME_BYTES_MAX = 64 << 20
 
 
@@ -117,6 +117,12 @@ class Pulse(msgspec.Struct, tag="pulse", frozen=True, gc=False):
     """(serial, preemptions so far, here and elsewhere)"""
 
 
+class DrainBegun(msgspec.Struct, tag="draining", frozen=True, gc=False):
+    """The answer to Drain: what was open then, and nothing is begun any more."""
+
+    gauges: SchedulerGauges
+
+
 Traffic = PeerTraffic | StoreTraffic | KvEventTraffic
 """Counts of what an engine exchanges with others; sent when they have changed."""
 
@@ -127,7 +133,7 @@ class StartStage(msgspec.Struct, tag="stage", frozen=True, gc=False):
     name: str
 
 
-FromEngine = ReadyMessage | FailedMessage | Accepted | RefusedMessage | StepOutput | Traffic | StepSizes | Pulse
+FromEngine = ReadyMessage | FailedMessage | Accepted | RefusedMessage | StepOutput | Traffic | StepSizes | Pulse | DrainBegun
 FromStartingEngine = FromEngine | StartStage
 
 

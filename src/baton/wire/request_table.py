@@ -35,6 +35,7 @@ from baton.core.errors import BatonError, Refusal
 from baton.core.state_machine import FastEnum, StateMachine
 from baton.wire.engine_messages import (
     DecodedRows,
+    DrainBegun,
     FailedMessage,
     FromEngine,
     LogprobLine,
@@ -274,7 +275,7 @@ class RequestTable:
                 return TableNews([EngineReady(message)], [])
             case FailedMessage(reason, by_setup):
                 return TableNews([EngineFailed(reason, by_setup)], [])
-            case PeerTraffic() | StoreTraffic() | KvEventTraffic() | StepSizes() | Pulse():
+            case PeerTraffic() | StoreTraffic() | KvEventTraffic() | StepSizes() | Pulse() | DrainBegun():
                 return TableNews([], [])
 
     def lose(self, reason: str) -> list[LostEntry]:
