@@ -210,15 +210,12 @@ class EngineClient:
     async def wait_idle(self) -> None:
         """Wait until no request and no hand-over to a peer is open, and no KV is being copied to or from host memory or the
         store."""
-        while self._death is None and not self._is_idle:
+        while self._death is None:
+            is_old = self._draining and not self._drain_begun  # the gauges are older than the order to begin nothing more
+            if not (is_old or self.open_requests or self._gauges.handovers.open or self._gauges.storage.transfers):
+                return
             self._request_closed.clear()
             await self._request_closed.wait()
-
-    @property
-    def _is_idle(self) -> bool:
-        if self._draining and not self._drain_begun:
-            return False  # the gauges are older than the order to begin nothing more
-        return not (self.open_requests or self._gauges.handovers.open or self._gauges.storage.transfers)
 
     async def submit(self, group: Sequence[Submission], origin: OriginalRequest | None = None) -> list[TokenStream]:  # noqa: ARG002
         self._refuse_if_dead()
