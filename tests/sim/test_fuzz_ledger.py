@@ -17,6 +17,7 @@ from baton.sim.fuzz import FAILURES_MAX
 from baton.sim.fuzz_ledger import LEDGER_FILE, PAGE_FILE, FuzzLedger, LawMended, LedgerRefused, rendered, shown_on
 from baton.sim.fuzz_range import (
     RANDOM_SEEDS,
+    SIMULATED,
     BrokenSeed,
     NotASeed,
     RangeReport,
@@ -109,6 +110,26 @@ def test_the_fuzzer_runs_where_only_numpy_and_msgspec_are_installed(tmp_path: Pa
     assert msgspec.json.decode(shard.stdout, type=SeedReport).digest == run_seed(4).digest, "a world with a store"
     lacking = subprocess.run([*command[:2], "baton"], env=environment, capture_output=True, text=True, check=False)
     assert "No module named 'typer'" in lacking.stderr
+
+
+IMPORTED = """
+import sys
+from pathlib import Path
+import baton
+from baton.sim.fuzzed_run import run_seed
+for seed in range(6):
+    run_seed(seed)
+root = Path(baton.__file__).parent
+files = [getattr(module, "__file__", None) for name, module in sys.modules.items() if name.startswith("baton.")]
+print(*(Path(file).relative_to(root).as_posix() for file in files if file))
+"""
+
+
+def test_the_digest_of_the_source_has_what_worlds_import() -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, check=True, timeout=120)
+    files = [file for file in done.stdout.split() if not file.endswith("__init__.py")]
+    assert "sim/world.py" in files
+    assert [file for file in files if not file.startswith(SIMULATED)] == []
 
 
 @pytest.mark.usefixtures("scripted_shards")

@@ -34,10 +34,18 @@ RANDOM_SEEDS = range(1_000_000, 1_000_000_000)
 EVERYTHING_FIRES_FROM = 1000
 """From this many seeds on, a fault or transition that never happened is an error, unless the first seed was random."""
 SEEDS_MAX = 100_000_000
-SIMULATED = ("core", "executor", "sim", "wire")
-"""Packages whose source decides what a world does."""
-ON_DEVICES = ("executor/cpu", "executor/cuda")
-"""Parts of them that no world imports."""
+SIMULATED = (
+    "core", "sim", "wire",
+    *(
+        f"executor/{name}.py"
+        for name in (
+            "constraints/compiled_cache", "constraints/constraint_error", "constraints/contract", "constraints/mask_digest",
+            "constraints/scripted_backend", "constraints/version_skew", "contract", "counting", "fingerprint",
+            "model_shapes", "scripted",
+        )
+    ),
+)  # fmt: skip
+"""Folders and files whose source decides what a world does: of the executors what worlds import."""
 
 
 class NotASeed(BatonError):
@@ -154,14 +162,17 @@ def read_report(file: Path) -> RangeReport:
 
 
 def source_digest() -> str:
-    """One digest of all Python files of the packages that decide what a world does, by their names and contents."""
+    """One digest of all Python files that decide what a world does, by their names and contents."""
     root = Path(baton.__file__).parent
     digest = hashlib.blake2b(digest_size=6)
-    for file in sorted(path for package in SIMULATED for path in (root / package).rglob("*.py")):
-        name = file.relative_to(root).as_posix()
-        if not name.startswith(ON_DEVICES):
-            digest.update(f"{name}\n".encode() + file.read_bytes())
+    for file in sorted(file for name in SIMULATED for file in _sources(root / name)):
+        digest.update(f"{file.relative_to(root).as_posix()}\n".encode())
+        digest.update(file.read_bytes())
     return digest.hexdigest()
+
+
+def _sources(path: Path) -> list[Path]:
+    return [path] if path.is_file() else list(path.rglob("*.py"))
 
 
 def commit_of_source() -> str:
