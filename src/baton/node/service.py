@@ -41,6 +41,7 @@ from baton.node.engine_client import EngineClient
 from baton.node.gc_pauses import freeze_gc
 from baton.node.http_border import HttpLimits
 from baton.node.http_server import (
+    DEATH_SHOWN_S,
     CannotServe,
     HttpServer,
     Say,
@@ -64,7 +65,7 @@ from baton.node.otlp import check_endpoint
 from baton.node.own_dashboard import OwnDashboard
 from baton.node.peer_options import check_pairing, cluster_key, key_for, split_address
 from baton.node.phase_history import PhaseHistories
-from baton.node.recording import DUMP_SIGNAL, ignore_dump_signal
+from baton.node.recording import ignore_dump_signal, on_dump_signal
 from baton.node.router_membership import InstanceFenced, RouterAddress, RouterMembership
 from baton.node.scripted_text import write_byte_tokenizer
 from baton.node.secrets import prefix_secret, shared_prefix_secret, store_key
@@ -79,8 +80,6 @@ from baton.wire.instance_sessions import InstanceSessions
 from baton.wire.request_proof import ProofChecker
 
 HOST_CHARS_MAX = 32
-DEATH_SHOWN_S = 2.0
-"""Seconds that an instance with a dead engine answers 503, so that its watchers learn why before the port closes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +181,7 @@ class _Instance:
     async def run(self, listener: socket.socket, text_folder: Path) -> None:
         self._signals.listen()
         engine = EngineClient(self._engine_settings, self._stages.begin)
-        asyncio.get_running_loop().add_signal_handler(DUMP_SIGNAL, engine.order_dump)
+        on_dump_signal(engine.order_dump)
         try:
             self._stages.begin("starting the engine")
             await engine.start()
