@@ -269,7 +269,7 @@ class _Instance:
         member = asyncio.ensure_future(_never() if membership is None else membership.run())
         await asyncio.wait((dead, stop, serving, member), return_when=asyncio.FIRST_COMPLETED)
         if stop.done() and not dead.done() and not member.done():
-            await self._drain(engine, dead, membership)
+            await self._drain(engine, dead, member, membership)
         why = None
         if dead.done():
             why = f"the engine died: {dead.result()}"
@@ -321,17 +321,22 @@ class _Instance:
         )
         return RouterExtras(inner=(closed,))
 
-    async def _drain(self, engine: EngineClient, dead: asyncio.Future[str], membership: RouterMembership | None) -> None:
+    async def _drain(
+        self,
+        engine: EngineClient,
+        dead: asyncio.Future[str],
+        fenced: asyncio.Future[None],
+        membership: RouterMembership | None,
+    ) -> None:
         self._say(f"draining: {engine.open_requests} requests open (once more to stop at once)")
         if membership is not None:
             membership.leave()
         engine.drain()
         idle = asyncio.ensure_future(engine.wait_idle())
         at_once = asyncio.ensure_future(self._signals.at_once.wait())
-        await asyncio.wait(
-            (idle, at_once, dead), timeout=self._settings.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED
-        )
-        if engine.open_requests and not dead.done():
+        ends = (idle, at_once, dead, fenced)
+        await asyncio.wait(ends, timeout=self._settings.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if engine.open_requests and not (dead.done() or fenced.done()):
             self._say(f"stopping with {engine.open_requests} requests open")
         idle.cancel()
         at_once.cancel()
