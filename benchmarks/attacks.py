@@ -1,7 +1,7 @@
 """Loads that a hostile client makes, each at full rate until it is stopped.
 
 `python -m benchmarks.attacks NAME URL KEY MODEL` is one attacker. Owns what is sent, and reads as little of the answers as
-the attack needs. Only loopback addresses are attacked.
+the attack needs. Prints what it has done so far as a line of JSON, again and again. Only loopback addresses are attacked.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import itertools
 import json
 import sys
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from urllib.parse import urlsplit
 
@@ -22,6 +22,7 @@ PROMPT_BYTES = 4_100_000
 PATIENCE_S = 30.0
 PAUSE_S = 0.05
 """Between two tries of one connection: a server that refuses at once is not to be attacked by a busy loop only."""
+TOLD_EVERY_S = 0.25
 SOCKETS = 2000
 CHATS, COMPLETIONS, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
@@ -31,12 +32,23 @@ class NotLoopback(Exception):
     """The address is of another machine."""
 
 
+@dataclass(slots=True)
+class AttackTally:
+    """What an attack has done so far."""
+
+    connections: int = 0
+    sent_bytes: int = 0
+    answers: int = 0
+    """Connections on which the server has said something."""
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     host: str
     port: int
     key: str
     model: str
+    tally: AttackTally = field(default_factory=AttackTally)
 
     def head(self, path: str, length: int, *headers: str, method: str = "POST") -> bytes:
         lines = [
@@ -58,17 +70,30 @@ def target_of(url: str, key: str, model: str) -> Target:
 
 
 async def _connected(target: Target) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    return await asyncio.open_connection(target.host, target.port)
+    opened = await asyncio.open_connection(target.host, target.port)
+    target.tally.connections += 1
+    return opened
+
+
+async def _write(target: Target, writer: asyncio.StreamWriter, data: bytes) -> None:
+    writer.write(data)
+    await writer.drain()
+    target.tally.sent_bytes += len(data)
+
+
+async def _read_to_end(target: Target, reader: asyncio.StreamReader, patience_s: float | None) -> None:
+    first = True
+    while await asyncio.wait_for(reader.read(PIECE), patience_s):
+        target.tally.answers += first
+        first = False
 
 
 async def _sent(target: Target, data: bytes) -> None:
     """Send, and read the answer to its end."""
     reader, writer = await _connected(target)
     try:
-        writer.write(data)
-        await writer.drain()
-        while await asyncio.wait_for(reader.read(PIECE), PATIENCE_S):
-            pass
+        await _write(target, writer, data)
+        await _read_to_end(target, reader, PATIENCE_S)
     finally:
         writer.close()
 
@@ -79,8 +104,7 @@ async def _poured(target: Target, head: bytes, piece: bytes) -> None:
     try:
         writer.write(head)
         while True:
-            writer.write(piece)
-            await asyncio.wait_for(writer.drain(), PATIENCE_S)
+            await asyncio.wait_for(_write(target, writer, piece), PATIENCE_S)
     finally:
         writer.close()
 
@@ -89,10 +113,8 @@ async def _held(target: Target, head: bytes) -> None:
     """Send a beginning, then nothing, for as long as the server lets."""
     reader, writer = await _connected(target)
     try:
-        writer.write(head)
-        await writer.drain()
-        while await reader.read(PIECE):
-            pass
+        await _write(target, writer, head)
+        await _read_to_end(target, reader, None)
     finally:
         writer.close()
 
@@ -263,8 +285,17 @@ ATTACKS: dict[str, Callable[[Target], Awaitable[None]]] = {
 }
 
 
+async def _tell(tally: AttackTally) -> None:
+    while True:
+        print(json.dumps(asdict(tally)), flush=True)  # noqa: T201  who started it reads this
+        await asyncio.sleep(TOLD_EVERY_S)
+
+
 async def _attack(name: str, target: Target) -> None:
-    await ATTACKS[name](target)
+    """Ends with the first error that is not the server's way to defend itself."""
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(_tell(target.tally))
+        await ATTACKS[name](target)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -274,27 +274,56 @@ Steps = Annotated[int, typer.Option(help="Steps of such a request; 0 leaves it o
 Only = Annotated[bool, typer.Option("--slow-steps-only", help="Leave the other figures out.")]
 
 
+@dataclass(slots=True)
+class HealthVerdict:
+    """Prints what was measured, and keeps what is beyond a limit."""
+
+    failures: list[str] = field(default_factory=list)
+
+    def took(self, what: str, seconds: float, limit_s: float | None = None) -> None:
+        typer.echo(f"{what} {seconds:.2f} s" + ("" if limit_s is None else f" (limit {limit_s:g} s)"))
+        if limit_s is not None and seconds > limit_s:
+            self.failures.append(f"{what} {seconds:.2f} s, limit {limit_s:g} s")
+
+    def answered(self, what: str, answers: Sequence[HttpAnswer]) -> None:
+        self.failures += [f"{what}: {answer.status} {answer.body[:200]}" for answer in answers if answer.status != 200]
+
+    def slow(self, figures: SlowFigures) -> None:
+        served = f"steps of {figures.step_s:g} s: served for {figures.served_s:.0f} s"
+        typer.echo(f"{served}, {figures.looks} looks at /health and /ready")
+        statuses = ", ".join(str(answer.status) for answer in figures.answers) or "none"
+        typer.echo(f"  complaints: {len(figures.complaints)}; the answer: {statuses}")
+        for complaint in figures.complaints[:20]:
+            typer.echo(f"    {complaint}")
+        if figures.complaints:
+            self.failures.append(f"{len(figures.complaints)} complaints about slow steps")
+        self.answered("a request over slow steps", figures.answers)
+
+
 def health(slow_step: StepSeconds = 30.0, slow_steps_count: Steps = 10, only_slow: Only = False) -> None:
     """How quickly a hung engine, a hung instance, a lost router and a client that left are seen; and that a slow model is
-    left in peace."""
+    left in peace.
+
+    Exit code 1 when something takes longer than its limit, an answer fails, or anybody complains about slow steps.
+    """
+    verdict = HealthVerdict()
     if not only_slow:
-        seen = alone()
-        _line("SIGSTOP of a lone engine: /health answers 503 after", seen.seen_s, 5.0)
-        figures = routed()
-        _line("SIGSTOP of an engine behind a router: taken out after", figures.seen_s, 5.0)
-        _line("  and it serves again after", figures.back_s, None)
-        hung = routed(whole_instance=True)
-        _line("SIGSTOP of a whole instance: taken out after", hung.seen_s, 5.0)
-        _line("  and it serves again after", hung.back_s, None)
-        _line("a router that was killed has its instances again after", router_back(), 2.0)
-        _line("a client that left: nothing is held after", left(), 3.0)
+        _measure_losses(verdict)
     if slow_steps_count:
-        slow = slow_steps(slow_step, slow_steps_count)
-        typer.echo(f"steps of {slow_step:g} s: served for {slow.served_s:.0f} s, {slow.looks} looks at /health and /ready")
-        typer.echo(f"  complaints: {len(slow.complaints)}; the answer: {slow.answers[0].status}")
-        for complaint in slow.complaints[:20]:
-            typer.echo(f"    {complaint}")
+        verdict.slow(slow_steps(slow_step, slow_steps_count))
+    for failure in verdict.failures:
+        typer.echo(f"FAILED {failure}", err=True)
+    raise typer.Exit(1 if verdict.failures else 0)
 
 
-def _line(what: str, seconds: float, limit_s: float | None) -> None:
-    typer.echo(f"{what} {seconds:.2f} s" + ("" if limit_s is None else f" (limit {limit_s:g} s)"))
+def _measure_losses(verdict: HealthVerdict) -> None:
+    verdict.took("SIGSTOP of a lone engine: /health answers 503 after", alone().seen_s, 5.0)
+    figures = routed()
+    verdict.took("SIGSTOP of an engine behind a router: taken out after", figures.seen_s, 5.0)
+    verdict.took("  and it serves again after", figures.back_s)
+    hung = routed(whole_instance=True)
+    verdict.took("SIGSTOP of a whole instance: taken out after", hung.seen_s, 5.0)
+    verdict.took("  and it serves again after", hung.back_s)
+    verdict.answered("a request of a fleet with a hung process", [*figures.answers, *hung.answers])
+    verdict.took("a router that was killed has its instances again after", router_back(), 2.0)
+    verdict.took("a client that left: nothing is held after", left(), 3.0)

@@ -2,7 +2,8 @@
 
     1. quiet: the second tenant sends streamed requests, and /health is asked all the time
     2. for each attack the same again, while a process with the first tenant's key attacks at full rate
-    3. judged: time to first token p99 within 3 × of its quiet value or 250 ms, whichever is more; /health p99 under 200 ms
+    3. judged: time to first token p99 within 3 × of its quiet value or 250 ms, whichever is more; /health p99 under 200 ms;
+       and the attacker was there to the end and reached the server
 
 The attacker runs at a lower priority than the probe and the server, since a real one has cores of its own. Memory is the
 largest resident size of all processes of the server together, looked at while it is attacked.
@@ -28,7 +29,7 @@ from rich.console import Console
 from baton.bench.child_processes import Child, started
 from baton.bench.client import open_http
 from baton.bench.stats import Distribution, describe
-from benchmarks.attacks import ATTACKS
+from benchmarks.attacks import ATTACKS, AttackTally
 from benchmarks.health import serving
 from benchmarks.options import JsonIfGiven
 from benchmarks.runner import (
@@ -65,6 +66,8 @@ class AttackFigures(msgspec.Struct, kw_only=True):
     """Requests of the second tenant, or looks at /health, that were not answered as they should."""
     memory_mib_before: float
     memory_mib_max: float
+    tally: AttackTally = msgspec.field(default_factory=AttackTally)
+    """What the attacker had done at the end."""
 
 
 class HostileReport(Report, kw_only=True):
@@ -202,7 +205,7 @@ async def _model_of(url: str, http: aiohttp.ClientSession) -> str:
 async def _measured(
     server: str, attack: str, child: Child, url: str, model: str, probe: _Probe, requests: int
 ) -> AttackFigures:
-    before = resident_bytes(child.pid)
+    before, tally = resident_bytes(child.pid), AttackTally()
     with contextlib.ExitStack() as stack:
         if attack:
             command = ("nice", "-n", str(ATTACKER_NICE), sys.executable, "-m", "benchmarks.attacks")
@@ -211,6 +214,9 @@ async def _measured(
             attacker.check_alive()
         seen = await probe.measure(requests)
         child.check_alive()
+        if attack:
+            attacker.check_alive()
+            tally = last_tally(attacker.output())
     return AttackFigures(
         server=server,
         attack=attack,
@@ -219,7 +225,14 @@ async def _measured(
         failed=seen.failed,
         memory_mib_before=before / 2**20,
         memory_mib_max=seen.memory_max / 2**20,
+        tally=tally,
     )
+
+
+def last_tally(output: str) -> AttackTally:
+    """What an attacker has told last; a line that is still being written does not count."""
+    lines = [line for line in output.split("\n")[:-1] if line.startswith("{")]
+    return msgspec.json.decode(lines[-1], type=AttackTally) if lines else AttackTally()
 
 
 # ── judging ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -231,8 +244,12 @@ def _quiet_s(figures: Sequence[AttackFigures], server: str) -> float:
 
 
 def judged(row: AttackFigures, quiet_s: float) -> list[str]:
-    """What the second tenant may complain about."""
+    """What the second tenant may complain about, and whether it was attacked at all."""
     about, found = f"{row.server}, {row.attack or 'quiet'}", list[str]()
+    if row.attack and not row.tally.connections:
+        found.append(f"{about}: the attacker has not reached the server")
+    if row.ttft_s is None or row.health_s is None:
+        found.append(f"{about}: nothing was measured")
     if row.failed:
         found.append(f"{about}: {len(row.failed)} failed, first {row.failed[0]}")
     limit_s = max(TTFT_RATIO_MAX * quiet_s, TTFT_S_MAX)
@@ -250,6 +267,9 @@ def show(console: Console, report: HostileReport) -> None:
         ("p99 ms", lambda row: _ms(row.ttft_s, "p99")),
         ("/health p99 ms", lambda row: _ms(row.health_s, "p99")),
         ("failed", lambda row: str(len(row.failed))),
+        ("attack: connections", lambda row: f"{row.tally.connections:,}" if row.attack else ABSENT),
+        ("answers", lambda row: f"{row.tally.answers:,}" if row.attack else ABSENT),
+        ("MiB sent", lambda row: f"{row.tally.sent_bytes / 2**20:,.1f}" if row.attack else ABSENT),
         ("MiB before", lambda row: f"{row.memory_mib_before:,.0f}"),
         ("MiB at most", lambda row: f"{row.memory_mib_max:,.0f}"),
     )
@@ -283,7 +303,8 @@ def hostile(
 ) -> None:
     """Attack a server with one tenant's key, and measure what another tenant notices.
 
-    Exit code 1 when its first token comes too late, /health does, or a request of it fails.
+    Exit code 1 when its first token comes too late, /health does, a request of it fails, or an attacker ends or never
+    reaches the server.
     """
 
     def prepare(progress: Progress) -> Experiment[HostileReport]:

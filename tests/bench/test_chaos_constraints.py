@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import jsonschema_rs
@@ -26,6 +27,7 @@ from baton.bench.chaos_constraints import (
 )
 from baton.bench.chaos_request import SeenAnswer, differences
 from baton.bench.chaos_table import show
+from baton.bench.stats import describe
 from tests.bench.test_chaos import DONE, answered, chunk, usage
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
@@ -193,10 +195,11 @@ async def tallied(text: str) -> ChaosTally:
     return tally
 
 
-def report_of(counts: ConstraintCounts) -> ChaosReport:
+def report_of(counts: ConstraintCounts, gaps_s: Sequence[float] = (), gap_s_max: float | None = None) -> ChaosReport:
     return ChaosReport(
         faults={}, asked_for=0, requests=1, least_requests=1, streamed=1, moved=1, moves=1, differences=[],
-        constrained=counts, gaps_s=None, moved_gaps_s=None, gaps_by_kind_s={}, held={}, false=[], cut_short=None, took_s=1.0,
+        constrained=counts, gaps_s=describe(gaps_s), moved_gaps_s=None, gaps_by_kind_s={}, held={}, false=[],
+        cut_short=None, took_s=1.0, gap_s_max=gap_s_max,
     )  # fmt: skip
 
 
@@ -220,3 +223,13 @@ async def test_an_answer_that_breaks_its_constraint_fails_the_run_though_it_is_t
     report = report_of((await tallied("aab")).constrained)
     assert not report.is_clean
     assert f"constraint of case 3 ({CHAT}): 'aab' does not match a+" in printed(report)
+
+
+def test_gaps_are_judged_where_they_have_a_limit() -> None:
+    gaps_s, counts = [0.1] * 50 + [2.0] * 50, ConstraintCounts()
+    assert report_of(counts, gaps_s).is_clean
+    assert report_of(counts, gaps_s, gap_s_max=2.0).is_clean
+    long = report_of(counts, gaps_s, gap_s_max=1.5)
+    assert not long.is_clean
+    assert "longest gap of a stream: 2.00 s (p99), limit 1.5 s" in printed(long)
+    assert not report_of(counts, gap_s_max=1.5).is_clean, "nothing was measured"

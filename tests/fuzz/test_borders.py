@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import msgspec
 import pytest
 
+from baton.core.engine.progress_watch import EngineBeat
+from baton.wire.engine_messages import FromStartingEngine, ToEngine
 from tests.fuzz import run
 from tests.fuzz.__main__ import run_child
 from tests.fuzz.planted import run_planted
 from tests.fuzz.registry import BORDERS, SWITCHED_OFF
+from tests.fuzz.wire_frames import engine_samples
 
 INPUTS = 4200
 """For each border: 100,000 and some in all."""
@@ -32,6 +37,13 @@ def test_equal_seeds_draw_equal_inputs(name: str) -> None:
     border, again = BORDERS[name](), BORDERS[name]()
     for number in range(20):
         assert border.draw(run.draw_of(3, number)) == again.draw(run.draw_of(3, number))
+
+
+def test_the_engines_samples_have_each_message_and_all_are_understood() -> None:
+    samples = engine_samples()
+    assert all(BORDERS["wire-engine"]().decode(sample) for sample in samples)
+    tags = {msgspec.msgpack.decode(sample)["type"] for sample in samples}
+    assert tags == {kind.__struct_config__.tag for kind in (*get_args(FromStartingEngine), *get_args(ToEngine), EngineBeat)}
 
 
 # ── the fuzzer itself: what it must catch ────────────────────────────────────────────────────────────────────────────────

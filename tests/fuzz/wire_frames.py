@@ -16,34 +16,59 @@ KEY = b"the key of the cluster"
 VOCABULARY = 64
 
 
-def _engine() -> Border:
-    from baton.core.engine.gauges import DraftGauges
-    from baton.core.engine.orders import Submit
+def engine_samples() -> list[bytes]:
+    """One of each message between an engine and its front end, at least."""
+    from baton.core.engine.gauges import DraftGauges, StoreTraffic
+    from baton.core.engine.orders import Accepted, Cancel, Drain, ReportChanges, StopAt, Submit
     from baton.core.engine.progress_watch import EngineBeat
+    from baton.core.errors import RefusalCode
     from baton.wire import engine_messages as messages
     from tests.wire.test_engine_messages import _settled
     from tests.wire.test_router_messages import GAUGES, _group
 
-    pulse = messages.Pulse(GAUGES, True, True, b"k" * 32, b"l" * 16, ((8, "running", 5),), ((8, 1),))
-    ready = messages.ReadyMessage(messages.WIRE_VERSION, 512, VOCABULARY, 4, 64, 16, "cpu", GAUGES, b"f" * 16, "h:1", 5)
-    samples = [
-        messages.encode_to_engine(Submit(7, tuple(_group()))),
-        messages.encode_to_engine(messages.PrefillPeerAddresses(("p0:4711",))),
-        messages.encode_from_engine(messages.step_output(_settled(), GAUGES, DraftGauges())),
-        messages.encode_from_engine(pulse),
-        messages.encode_from_engine(ready),
-        messages.encode_from_engine(messages.FailedMessage("no more memory")),
-        messages.encode_beat(EngineBeat(5, True, 3, 100)),
+    to_engine = (
+        Submit(7, tuple(_group())), Cancel(8), StopAt(8, 3), Drain(), ReportChanges(),
+        messages.PrefillPeerAddresses(("p0:4711",)),
+    )  # fmt: skip
+    from_engine = (
+        messages.step_output(_settled(), GAUGES, DraftGauges()),
+        messages.Pulse(GAUGES, True, True, b"k" * 32, b"l" * 16, ((8, "running", 5),), ((8, 1),)),
+        messages.ReadyMessage(messages.WIRE_VERSION, 512, VOCABULARY, 4, 64, 16, "cpu", GAUGES, b"f" * 16, "h:1", 5),
+        messages.StartStage("loading the weights"),
+        messages.FailedMessage("no more memory"),
+        Accepted(7, (8, 9)),
+        messages.RefusedMessage(7, RefusalCode.QUEUE_FULL, "the queue is full", 1),
+        messages.DrainBegun(GAUGES),
+        messages.PeerTraffic({"seal": 2}, 4096),
+        StoreTraffic(1, 2, 3, 4, 5, 6, {"torn": 1}),
+        messages.KvEventTraffic(1, 2, 3, 4, 5),
+        messages.StepSizes(tokens=5),
+    )
+    return [
+        *map(messages.encode_to_engine, to_engine),
+        *map(messages.encode_from_engine, from_engine),
+        messages.encode_beat(EngineBeat(launched=5, settled=3, turns=100, waits=True)),
     ]
 
-    def decode(data: bytes) -> object:
-        for one in (messages.decode_to_engine, messages.decode_beat):
-            with contextlib.suppress(messages.WireError):
-                one(data)
-        message = messages.decode_from_engine(data)
-        return messages.DecodedRows(message) if isinstance(message, messages.StepOutput) else message
 
-    return Border(decode, (messages.WireError,), from_msgpack(samples))
+def _engine() -> Border:
+    from baton.wire import engine_messages as messages
+
+    def decode(data: bytes) -> object:
+        """Whatever one of the decoders understands."""
+        understood: list[object] = []
+        refusal: messages.WireError | None = None
+        for one in (messages.decode_to_engine, messages.decode_beat, messages.decode_from_starting_engine):
+            try:
+                message = one(data)
+                understood.append(messages.DecodedRows(message) if isinstance(message, messages.StepOutput) else message)
+            except messages.WireError as error:
+                refusal = error
+        if refusal is not None and not understood:
+            raise refusal
+        return understood
+
+    return Border(decode, (messages.WireError,), from_msgpack(engine_samples()))
 
 
 def _membership() -> Border:

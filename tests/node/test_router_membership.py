@@ -434,6 +434,19 @@ async def test_one_that_prefills_joins_with_its_address_and_once_fenced_it_ends_
         assert "a later life of p1 is known" in server.output()
 
 
+async def test_one_that_is_fenced_while_it_drains_ends_at_once(router: RouterSide) -> None:
+    with instance(router.port, "--drain-timeout", "600", "--name", "m1", step_ms=1000) as server:
+        await router.next(Join)
+        router.place(1, ask("computed for nobody", 500))
+        await router.serial_of(1)
+        server.process.send_signal(signal.SIGTERM)
+        await router.next(Leaving)
+        router.answers = [TurnedAway("a later life of m1 is known", fenced=True)]
+        router.hang_up()
+        assert await exit_of(server) == 1
+        assert "a later life of m1 is known" in server.output()
+
+
 async def test_when_the_engine_dies_the_router_hears_at_once(router: RouterSide) -> None:
     with instance(router.port, "--role", "decode") as server:
         join = await router.next(Join)

@@ -89,12 +89,13 @@ def refused_by_serve(*options: str) -> tuple[int, str]:
 
 
 @contextlib.contextmanager
-def baton_process(*arguments: str, wait: bool = True) -> Iterator[ServerProcess]:
+def baton_process(*arguments: str, wait: bool = True, program: tuple[str, ...] = ("-m", "baton")) -> Iterator[ServerProcess]:
+    """`program`: of Python, in place of baton."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with log.open("wb") as sink:
             process = subprocess.Popen(
-                [sys.executable, "-m", "baton", *arguments],
+                [sys.executable, *program, *arguments],
                 stdout=sink, stderr=sink, env={**os.environ, "COLUMNS": "300"},
             )  # fmt: skip
         server = ServerProcess(process, log)

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from baton.core.errors import EXIT_SETUP
+from baton.up import health_watch
+from baton.up import supervisor as supervisor_module
 from baton.up.fleet_plan import FleetPlan, PlannedProcess, RouterPorts
 from baton.up.merged_log import MergedLog
 from baton.up.restarts import FAILED_STARTS_MAX
@@ -158,6 +160,19 @@ async def test_the_signal_to_write_the_last_decisions_goes_on_to_all_processes(t
         dumps = {"router dumps", "decode-1 dumps", "decode-2 dumps"}
         await running.until(lambda: dumps <= set(running.notes.read_text().splitlines()), "all were told")
         assert len(running.pids()) == 3, "and nobody ended"
+
+
+async def test_what_hangs_is_told_to_write_its_last_decisions_before_it_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "ASK_US", 50_000)
+    monkeypatch.setattr(supervisor_module, "RECORDED_WITHIN_S", 0.5)
+    monkeypatch.setattr(health_watch, "HUNG_US", 0)
+    monkeypatch.setattr(health_watch, "HUNG_RUNNING_US", 0)
+    async with fleet(tmp_path, decode=1) as running:  # nobody answers at the address that the instance names
+        await running.until(lambda: "was ended by SIGKILL" in running.log.getvalue(), "it is killed")
+        assert "decode-1 dumps" in running.notes.read_text().splitlines()
+        assert "router dumps" not in running.notes.read_text().splitlines()
 
 
 async def test_the_banner_comes_when_all_are_there_and_names_what_to_do_next(tmp_path: Path) -> None:

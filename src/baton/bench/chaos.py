@@ -68,6 +68,8 @@ class ChaosOptions:
     fleet_options: tuple[str, ...] = ()
     log: Path | None = None
     """File for the fleet's log."""
+    gap_s_max: float | None = None
+    """Limit for the p99 of the longest gaps of streams; None: they are not judged."""
 
     def __post_init__(self) -> None:
         if self.faults and self.calm_minutes is None and max(self.by_role.values(), default=0) < 2:
@@ -104,12 +106,24 @@ class ChaosReport(msgspec.Struct, frozen=True):
     """Suspicions of the router that no fault explains."""
     cut_short: str | None
     took_s: float
+    gap_s_max: float | None = None
 
     @property
     def is_clean(self) -> bool:
         done = sum(self.faults.values()) >= self.asked_for and self.requests >= self.least_requests
-        wrong = self.differences or self.constrained.broken or self.false
+        wrong = self.differences or self.constrained.broken or self.false or self.long_gap
         return done and not wrong and self.cut_short is None
+
+    @property
+    def long_gap(self) -> str | None:
+        """How the gaps of streams are beyond the limit; None where they are not, or are not judged."""
+        if self.gap_s_max is None:
+            return None
+        if self.gaps_s is None:
+            return f"no stream was measured, and its gaps have a limit of {self.gap_s_max:g} s"
+        if self.gaps_s.p99 <= self.gap_s_max:
+            return None
+        return f"longest gap of a stream: {self.gaps_s.p99:.2f} s (p99), limit {self.gap_s_max:g} s"
 
 
 @dataclass(slots=True)
@@ -335,4 +349,5 @@ class _Chaos:
             false=[f"{said.name} {said.what}: {said.why}" for said in held if not self._faults.explain(said)],
             cut_short=cut_short,
             took_s=took_s,
+            gap_s_max=options.gap_s_max,
         )

@@ -43,6 +43,8 @@ def show(console: Console, report: ChaosReport) -> None:
         console.print(f"… and {len(wrong) - SHOWN_DIFFERENCES} more", style="red")
     if report.cut_short is not None:
         console.print(f"cut short: {report.cut_short}", style="red", markup=False, highlight=False, soft_wrap=True)
+    if report.long_gap is not None:
+        console.print(report.long_gap, style="red", markup=False, highlight=False, soft_wrap=True)
     if report.is_clean:
         console.print("every request completed, with the tokens and the text of the undisturbed run", style="green")
 

@@ -37,6 +37,9 @@ Seed = Annotated[int, _option("seed", "Other faults, other victims, other reques
 Concurrency = Annotated[int, _option("concurrency", "Requests at once.", 1)]
 Cases = Annotated[int, _option("cases", "Different requests.", 1)]
 Calm = Annotated[float | None, _option("calm", "Minutes of the same load without a fault: nobody may be suspected.", 0)]
+GapMax = Annotated[
+    float | None, _option("gap-max", "Limit in seconds for the longest gap of a stream, at p99. Default: none.", 0)
+]
 Limit = Annotated[float, _option("minutes-max", "Give up after so many minutes.", 0.1)]
 FleetLog = Annotated[Path | None, typer.Option("--fleet-log", help="Leave the fleet's log here.", rich_help_panel=CHAOS)]
 
@@ -53,6 +56,7 @@ def _chaos(
     concurrency: Concurrency = 12,
     cases: Cases = 100,
     calm: Calm = None,
+    gap_max: GapMax = None,
     minutes_max: Limit = 60.0,
     fleet_log: FleetLog = None,
 ) -> None:
@@ -60,7 +64,7 @@ def _chaos(
 
     Starts a fleet of its own, records the answers to a mixed load while nothing happens, then asks again and again while
     faults happen, a new one as soon as each role has a ready spare. Ends with a code that is not 0 where a request fails, an
-    answer differs, or an instance is suspected to which nothing was done.
+    answer differs, an instance is suspected to which nothing was done, or gaps are longer than [dim]--gap-max[/dim].
 
     Every option of [dim]baton up[/dim] can be given too, such as [dim]--executor scripted --step-ms 5[/dim].
     """
@@ -76,7 +80,7 @@ def _chaos(
     try:
         options = ChaosOptions(
             model, faults, requests, prefill, decode, mixed, seed, concurrency, cases, calm, minutes_max, is_scripted,
-            given_for(context, up, keep_back=OWN), fleet_log,
+            given_for(context, up, keep_back=OWN), fleet_log, gap_max,
         )  # fmt: skip
     except ChaosFailed as error:
         raise refuse(console, error) from None

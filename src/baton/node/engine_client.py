@@ -138,7 +138,7 @@ class EngineClient:
         self._die(NotServing(reason))
 
     def order_dump(self) -> None:
-        """Have the engine write its last decisions to a file. Before it is ready, there are none."""
+        """Have the engine write its last decisions to a file; from any thread. Before it is ready, there are none."""
         if self._ready.done():
             self._process.order_dump()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 from collections.abc import Callable
 from dataclasses import replace
@@ -119,9 +120,10 @@ class EngineProcess:
         self._outbox.put_nowait(frame)
 
     def order_dump(self) -> None:
-        """Have the engine write its last decisions to a file."""
+        """Have the engine write its last decisions to a file; from any thread, also while the event loop hangs."""
         if self._process is not None and self._process.returncode is None:
-            self._process.send_signal(DUMP_SIGNAL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, DUMP_SIGNAL)
 
     @property
     def is_behind(self) -> bool:

@@ -46,6 +46,8 @@ CONNECTIONS_QUEUED = 2048
 LOOK_TICKS = 10
 _ORIGIN = re.compile(r"\*|https?://([a-z0-9._-]+|\[[0-9a-f:]+\])(:[0-9]{1,5})?")
 """As browsers send it: in small letters, without a path."""
+DEATH_SHOWN_S = 2.0
+"""Seconds that a process with a dead engine or router answers 503, so that its watchers learn why before the port closes."""
 STATE_LOG_S = 10.0
 """Seconds between two log lines of the engine's state."""
 

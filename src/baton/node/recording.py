@@ -5,9 +5,9 @@
     recorder.dump("the engine stalls")        from any thread; writes a file and logs its name
     recorder.close()
 
-A file is written when a call raises what is no fault of another process, on SIGUSR1, and by order. In an engine a thread of
-its own waits for the signal, so that it is answered while the main thread computes or hangs, and the front end sends it to
-an engine that stalls. A process that is stopped (SIGSTOP) cannot answer it.
+A file is written when a call raises what is no fault of another process, on SIGUSR1, and by order. A thread of its own waits
+for the signal, so that it is answered while the main thread computes or hangs. A front end passes it on to its engine, and
+sends it to an engine that stalls; `baton up` sends it to what hangs. A process that is stopped (SIGSTOP) cannot answer it.
 """
 
 from __future__ import annotations
@@ -253,23 +253,36 @@ def ignore_dump_signal() -> None:
 
 
 def dump_on_signal(recorder: ProcessRecorder, dumped: Path | None = None) -> None:
-    """Write the last decisions whenever SIGUSR1 comes, and then the file `dumped`; in a process without an event loop, to be
-    called from its main thread.
+    """Write the last decisions whenever SIGUSR1 comes, and then the file `dumped`."""
+
+    def dump() -> None:
+        recorder.dump("SIGUSR1")
+        if dumped is not None:
+            with contextlib.suppress(OSError):  # the front end is gone, and its folder with it
+                dumped.touch()
+
+    on_dump_signal(dump)
+
+
+def on_dump_signal(act: Callable[[], object]) -> None:
+    """Call `act` in a thread whenever SIGUSR1 comes. To be called from the main thread; where it runs an event loop, on that
+    loop, whose other signals wait while `act` runs.
 
     The C handler writes the number of the signal to a pipe at once, whichever thread it interrupts and whatever the main
-    thread does.
+    thread does. A loop is woken by such a pipe too: it gets every number from here.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.signal(DUMP_SIGNAL, lambda _number, _frame: None)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    woken_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    loop = None if woken_before < 0 else os.dup(woken_before)  # the loop closes its own at its end
 
     def wait() -> None:
         while numbers := os.read(reader, 64):
+            if loop is not None:
+                with contextlib.suppress(OSError):  # it has ended, or does not read
+                    os.write(loop, numbers)
             if DUMP_SIGNAL in numbers:
-                recorder.dump("SIGUSR1")
-                if dumped is not None:
-                    with contextlib.suppress(OSError):  # the front end is gone, and its folder with it
-                        dumped.touch()
+                act()
 
     threading.Thread(target=wait, name="baton-dumps", daemon=True).start()

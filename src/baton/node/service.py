@@ -41,6 +41,7 @@ from baton.node.engine_client import EngineClient
 from baton.node.gc_pauses import freeze_gc
 from baton.node.http_border import HttpLimits
 from baton.node.http_server import (
+    DEATH_SHOWN_S,
     CannotServe,
     HttpServer,
     Say,
@@ -64,7 +65,7 @@ from baton.node.otlp import check_endpoint
 from baton.node.own_dashboard import OwnDashboard
 from baton.node.peer_options import check_pairing, cluster_key, key_for, split_address
 from baton.node.phase_history import PhaseHistories
-from baton.node.recording import DUMP_SIGNAL, ignore_dump_signal
+from baton.node.recording import ignore_dump_signal, on_dump_signal
 from baton.node.router_membership import InstanceFenced, RouterAddress, RouterMembership
 from baton.node.scripted_text import write_byte_tokenizer
 from baton.node.secrets import prefix_secret, shared_prefix_secret, store_key
@@ -79,8 +80,6 @@ from baton.wire.instance_sessions import InstanceSessions
 from baton.wire.request_proof import ProofChecker
 
 HOST_CHARS_MAX = 32
-DEATH_SHOWN_S = 2.0
-"""Seconds that an instance with a dead engine answers 503, so that its watchers learn why before the port closes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +181,7 @@ class _Instance:
     async def run(self, listener: socket.socket, text_folder: Path) -> None:
         self._signals.listen()
         engine = EngineClient(self._engine_settings, self._stages.begin)
-        asyncio.get_running_loop().add_signal_handler(DUMP_SIGNAL, engine.order_dump)
+        on_dump_signal(engine.order_dump)
         try:
             self._stages.begin("starting the engine")
             await engine.start()
@@ -270,7 +269,7 @@ class _Instance:
         member = asyncio.ensure_future(_never() if membership is None else membership.run())
         await asyncio.wait((dead, stop, serving, member), return_when=asyncio.FIRST_COMPLETED)
         if stop.done() and not dead.done() and not member.done():
-            await self._drain(engine, dead, membership)
+            await self._drain(engine, dead, member, membership)
         why = None
         if dead.done():
             why = f"the engine died: {dead.result()}"
@@ -322,17 +321,22 @@ class _Instance:
         )
         return RouterExtras(inner=(closed,))
 
-    async def _drain(self, engine: EngineClient, dead: asyncio.Future[str], membership: RouterMembership | None) -> None:
+    async def _drain(
+        self,
+        engine: EngineClient,
+        dead: asyncio.Future[str],
+        fenced: asyncio.Future[None],
+        membership: RouterMembership | None,
+    ) -> None:
         self._say(f"draining: {engine.open_requests} requests open (once more to stop at once)")
         if membership is not None:
             membership.leave()
         engine.drain()
         idle = asyncio.ensure_future(engine.wait_idle())
         at_once = asyncio.ensure_future(self._signals.at_once.wait())
-        await asyncio.wait(
-            (idle, at_once, dead), timeout=self._settings.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED
-        )
-        if engine.open_requests and not dead.done():
+        ends = (idle, at_once, dead, fenced)
+        await asyncio.wait(ends, timeout=self._settings.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if engine.open_requests and not (dead.done() or fenced.done()):
             self._say(f"stopping with {engine.open_requests} requests open")
         idle.cancel()
         at_once.cancel()

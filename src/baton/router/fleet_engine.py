@@ -14,7 +14,17 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from baton.api.engine import ROUTER, UNKNOWN_CONTEXT, EngineInfo, Gauges, NotServing, StreamEnd, TokenBurst, TokenStream
+from baton.api.engine import (
+    ROUTER,
+    UNKNOWN_CONTEXT,
+    EngineDead,
+    EngineInfo,
+    Gauges,
+    NotServing,
+    StreamEnd,
+    TokenBurst,
+    TokenStream,
+)
 from baton.api.original_request import BadOrigin, OriginalRequest, decode_origin
 from baton.api.stream_resume import UnclaimedRequest
 from baton.api.submissions import RequestOwner
@@ -92,7 +102,7 @@ class FleetEngine:
 
     @property
     def death(self) -> NotServing | None:
-        return None
+        return self._connections.death
 
     @property
     def gauges(self) -> Gauges:
@@ -140,6 +150,7 @@ class FleetEngine:
         return list[TokenStream](made[0].streams)
 
     def _check(self, owner: RequestOwner) -> None:
+        self._connections.refuse_if_dead()
         if self.draining:
             raise Refused(Refusal(RefusalCode.DRAINING, "this router is being stopped", retry_after_s=1))
         if owner in self._unclaimed:
@@ -277,6 +288,7 @@ class FleetEngine:
         return self._unclaimed[owner].found
 
     def claim(self, owner: RequestOwner, group: Sequence[Submission]) -> list[TokenStream]:
+        self._connections.refuse_if_dead()
         unclaimed = self._unclaimed.pop(owner, None)
         if unclaimed is None:
             raise Refused(Refusal(RefusalCode.DUPLICATE_ID, "somebody else has just come for it"))
@@ -354,18 +366,25 @@ class FleetEngine:
 
     def give_up(self) -> None:
         """The router stops now: open streams end with an error. Nothing is cancelled."""
+        error, reason = self._ending()
+        for entry in list(self._requests.values()):
+            if entry.opening is not None and not entry.opening.done():
+                entry.opening.set_exception(error)
+            for stream, over in zip(entry.streams, entry.over, strict=True):
+                if not over:
+                    stream.fail(reason)
+        self._requests, self._unclaimed = {}, {}
+        self._request_closed.set()
+
+    def _ending(self) -> tuple[EngineDead | Refused, str]:
+        """For requests that wait to be accepted, and for open streams."""
+        if (death := self.death) is not None:
+            return EngineDead(str(death)), str(death)
         refusal = Refusal(RefusalCode.DRAINING, "this router was stopped", 1)
         if absent := self.expected.missing:
             text = f"{refusal.message}, and {absent} of {self.expected.number} expected instances never came"
-            refusal = replace(refusal, code=RefusalCode.NO_INSTANCE, message=text)
-        for entry in list(self._requests.values()):
-            if entry.opening is not None and not entry.opening.done():
-                entry.opening.set_exception(Refused(refusal))
-            for stream, over in zip(entry.streams, entry.over, strict=True):
-                if not over:
-                    stream.fail("this router was stopped")
-        self._requests, self._unclaimed = {}, {}
-        self._request_closed.set()
+            return Refused(replace(refusal, code=RefusalCode.NO_INSTANCE, message=text)), refusal.message
+        return Refused(refusal), refusal.message
 
 
 # ── values ───────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -2,7 +2,8 @@
 
 Owns the connections, the clock and the timer: messages of instances, requests of clients and deadlines go into the router
 here, and its acts are performed here, in order. Messages are sent, connections closed, and all other acts passed to the
-watchers. Promises that events raised while acts are performed are handled after them.
+watchers. Promises that events raised while acts are performed are handled after them, and that a router which an error has
+left half changed is driven no more: `failed` is set, later submissions raise EngineDead, and all other calls do nothing.
 """
 
 from __future__ import annotations
@@ -12,12 +13,16 @@ import logging
 import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 
+from baton.api.engine import EngineDead, NotServing
 from baton.core.engine.request import Submission
+from baton.core.errors import BatonError
 from baton.core.routing.events import FleetChanged, Session
 from baton.core.routing.identity import RequestNumber
 from baton.node.clock import monotonic_us
 from baton.node.sealed_connection import Listener, SealedConnection
+from baton.wire.engine_messages import WireError
 from baton.wire.router_messages import TurnedAway, decode_from_instance, encode_membership
 from baton.wire.router_sessions import Act, CloseConnection, RouterSessions, SayToInstance
 from baton.wire.sealed_stream import ConnectionEnd, StreamConfig
@@ -55,6 +60,9 @@ class InstanceConnections:
         self._last_logged: dict[str, FleetChanged] = {}
         """By name: the change last logged."""
         self._performing = False
+        self.failed = asyncio.Event()
+        self.failure: Exception | None = None
+        """What the router, or a watcher of its acts, raised."""
         self._timer: asyncio.TimerHandle | None = None
         self._timer_us = 0
 
@@ -64,8 +72,7 @@ class InstanceConnections:
 
     def close(self, reason: str) -> None:
         """Stop driving the router. Instances keep open requests for the grace period."""
-        if self._timer is not None:
-            self._timer.cancel()
+        self._disarm()
         self._sessions.clear()
         self._connections.clear()
         self.listener.close(reason)
@@ -78,50 +85,68 @@ class InstanceConnections:
         """Connections, frames and instances that were rejected, by reason."""
         return dict(self.listener.refused + self._turned_away)
 
+    @property
+    def death(self) -> NotServing | None:
+        """Why the router is driven no more; None while it is."""
+        error = self.failure
+        if error is None:
+            return None
+        return NotServing(
+            "the router failed", str(error) if isinstance(error, BatonError) else f"{type(error).__name__}: {error}"
+        )
+
     # ── requests of clients ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def submit(
         self, tenant: str, group: Sequence[Submission], origin: bytes, on_number: Callable[[RequestNumber, int], None]
     ) -> RequestNumber:
         """`on_number` gets the request's number before any act about it is performed."""
-        now_us = self.clock_us()
-        number, acts = self.router_sessions.submit(tenant, group, origin, now_us)
-        on_number(number, now_us)
-        self._perform(acts, now_us)
-        return number
+        self.refuse_if_dead()
+        made: list[RequestNumber] = []
+
+        def submit(now_us: int) -> Sequence[Act]:
+            number, acts = self.router_sessions.submit(tenant, group, origin, now_us)
+            made.append(number)
+            on_number(number, now_us)
+            return acts
+
+        self._drive(submit)
+        return made[0]
+
+    def refuse_if_dead(self) -> None:
+        if (death := self.death) is not None:
+            raise EngineDead(str(death))
 
     def leave(self, number: RequestNumber) -> None:
-        now_us = self.clock_us()
-        self._perform(self.router_sessions.leave(number, now_us), now_us)
+        self._drive(partial(self.router_sessions.leave, number))
 
     def stop_choice(self, number: RequestNumber, choice: int, keep: int) -> None:
-        now_us = self.clock_us()
-        self._perform(self.router_sessions.stop_choice(number, choice, keep, now_us), now_us)
+        self._drive(partial(self.router_sessions.stop_choice, number, choice, keep))
 
     def claim(self, number: RequestNumber, group: Sequence[Submission]) -> None:
-        now_us = self.clock_us()
-        self._perform(self.router_sessions.claim(number, now_us, group), now_us)
+        self._drive(partial(self.router_sessions.claim, number, group=group))
 
     def mask_came(self, number: RequestNumber, choice: int, outputs: int, digest: bytes) -> None:
-        now_us = self.clock_us()
-        self._perform(self.router_sessions.mask_came(number, choice, outputs, digest, now_us), now_us)
+        self._drive(partial(self.router_sessions.mask_came, number, choice, outputs, digest))
 
     def drain(self, name: str) -> None:
-        now_us = self.clock_us()
-        self._perform(self.router_sessions.drain(name, now_us), now_us)
+        self._drive(partial(self.router_sessions.drain, name))
 
     # ── events of connections ────────────────────────────────────────────────────────────────────────────────────────────
 
     def opened(self, connection: SealedConnection) -> None:
-        session = self.router_sessions.connected(self.clock_us())
-        self._connections[session], self._sessions[connection] = connection, session
-        self._arm()
+        def connected(now_us: int) -> Sequence[Act]:
+            session = self.router_sessions.connected(now_us)
+            self._connections[session], self._sessions[connection] = connection, session
+            return ()
+
+        self._drive(connected)
 
     def received(self, connection: SealedConnection, frame: bytes) -> None:
+        """Raises WireError where the instance broke the protocol."""
         session = self._sessions.get(connection)
         if session is not None:
-            message, now_us = decode_from_instance(frame), self.clock_us()
-            self._perform(self.router_sessions.receive(session, message, now_us), now_us)
+            self._drive(partial(self.router_sessions.receive, session, decode_from_instance(frame)), by_instance=True)
 
     def ended(self, connection: SealedConnection, end: ConnectionEnd) -> None:
         session = self._sessions.pop(connection, None)
@@ -134,10 +159,32 @@ class InstanceConnections:
             self._lose(session, end.reason)
 
     def _lose(self, session: Session, reason: str) -> None:
-        now_us = self.clock_us()
-        self._perform(self.router_sessions.lost(session, reason, now_us), now_us)
+        self._drive(partial(self.router_sessions.lost, session, reason))
 
     # ── acts ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _drive(self, decide: Callable[[int], Sequence[Act]], *, by_instance: bool = False) -> None:
+        """Have the router decide, and perform its acts. A WireError is the instance's fault where it made us decide."""
+        if self.failure is not None:
+            return
+        now_us = self.clock_us()
+        try:
+            acts = decide(now_us)
+        except Exception as error:
+            if not (by_instance and isinstance(error, WireError)):
+                self._fail(error)
+            raise
+        try:
+            self._perform(acts, now_us)
+        except Exception as error:
+            self._fail(error)
+            raise
+
+    def _fail(self, error: Exception) -> None:
+        log.error("the router is driven no more: %s: %s", type(error).__name__, error)
+        self.failure = error
+        self._disarm()
+        self.failed.set()
 
     def _perform(self, acts: Sequence[Act], now_us: int) -> None:
         frames: dict[Session, list[bytes]] = {}
@@ -207,6 +254,13 @@ class InstanceConnections:
 
     def _tick(self) -> None:
         self._timer = None
-        now_us = self.clock_us()
+        self._drive(self._tick_if_due)
+
+    def _tick_if_due(self, now_us: int) -> Sequence[Act]:
         due_us = self.router_sessions.next_deadline()
-        self._perform(self.router_sessions.tick(now_us) if due_us is not None and due_us <= now_us else [], now_us)
+        return self.router_sessions.tick(now_us) if due_us is not None and due_us <= now_us else ()
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

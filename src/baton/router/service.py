@@ -1,8 +1,9 @@
 """The router's process: the HTTP server, the listener for instances, and how it stops.
 
-signal → drain: /ready turns 503, new requests are refused, open ones finish, then exit 0 (a second signal: at once)
+signal        → drain: /ready turns 503, new requests are refused, open ones finish, then exit 0 (a second signal: at once)
+router raises → open requests end with an error, /health and /ready turn 503, the last decisions are written, then exit 1
 
-It starts without instances and needs no disk: when it is killed, its instances keep the open requests for a while.
+It starts without instances and needs no disk: when it fails or is killed, its instances keep the open requests for a while.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import logging
 import secrets
 import socket
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import uvloop
 from fastapi import FastAPI
@@ -33,6 +36,8 @@ from baton.node.descriptors import raise_descriptor_limit
 from baton.node.gc_pauses import freeze_gc
 from baton.node.http_border import HttpLimits
 from baton.node.http_server import (
+    DEATH_SHOWN_S,
+    CannotServe,
     HttpServer,
     Say,
     StopSignals,
@@ -51,7 +56,7 @@ from baton.node.leftovers import process_scratch
 from baton.node.model_cache import used_model
 from baton.node.models import mark_of, resolve_model
 from baton.node.otlp import check_endpoint
-from baton.node.recording import DUMP_SIGNAL, close_recorders, ignore_dump_signal, open_recorder
+from baton.node.recording import close_recorders, ignore_dump_signal, on_dump_signal, open_recorder
 from baton.node.scripted_text import write_byte_tokenizer
 from baton.node.secrets import shared_prefix_secret
 from baton.node.server_certificate import ServerCertificate, server_certificate
@@ -90,6 +95,7 @@ class RouterSettings(RouterProcessSettings):
 
 def route(settings: RouterSettings, say: Say) -> None:
     """Route until told to stop. Raises CannotServe, or the error in the settings, where it cannot."""
+    ignore_dump_signal()
     raise_descriptor_limit()
     api, limits = api_settings(settings, settings.names), http_limits(settings)
     certificate = server_certificate(settings)
@@ -138,7 +144,7 @@ class _Process:
         self._signals = StopSignals()
 
     async def run(self, clients: socket.socket, instances: socket.socket, text_folder: Path) -> None:
-        ignore_dump_signal()
+        """Raises CannotServe where the router failed."""
         self._signals.listen()
         load = load_byte_text if self._settings.scripted else load_text
         text = await asyncio.to_thread(load, text_folder)
@@ -147,10 +153,30 @@ class _Process:
         name = f"{address_of(instances)}"
         router_sessions = RouterSessions(router, name, keyed=bool(self._api.api_keys))
         recorder = open_recorder("router", "", router_sessions, router.hashes, weight_of, self._settings)
-        if recorder is not None:
-            asyncio.get_running_loop().add_signal_handler(DUMP_SIGNAL, recorder.dump_soon, "SIGUSR1")
-        watched = router_sessions if recorder is None else WatchedSessions(router_sessions, recorder.watch)
-        sessions = InstanceConnections(watched, self._key, name)
+        if recorder is None:
+            await self._route(router_sessions, name, clients, instances, text, text_folder)
+            return
+        recorder.watch.on_raise = None  # it would write the file while the event loop waits
+        on_dump_signal(partial(recorder.dump_soon, "SIGUSR1"))
+        watched = WatchedSessions(router_sessions, recorder.watch)
+        try:
+            await self._route(watched, name, clients, instances, text, text_folder)
+        except Exception as error:
+            recorder.failed(error)
+            raise
+        finally:
+            close_recorders()
+
+    async def _route(
+        self,
+        router_sessions: RouterSessions | WatchedSessions,
+        name: str,
+        clients: socket.socket,
+        instances: socket.socket,
+        text: ModelText,
+        text_folder: Path,
+    ) -> None:
+        sessions = InstanceConnections(router_sessions, self._key, name)
         state = DashboardState(monotonic_us())
         engine = FleetEngine(sessions, state, text.vocabulary)
         metrics = Metrics(engine, self._settings.names[0], stderr_lines_dropped, self._settings.metrics_names)
@@ -165,17 +191,21 @@ class _Process:
         serving = http.start(clients)
         freeze_gc()
         self._say(self._banner(clients, instances))
-        sampling = asyncio.create_task(_sample(state, engine, router))
+        sampling = asyncio.create_task(_sample(state, engine, sessions.router_sessions.router))
         async with state_logged(engine, lambda: metrics.tokens_given):
-            await self._until_over(engine, serving)
+            await self._until_over(engine, sessions, serving)
         sampling.cancel()
         engine.give_up()  # open streams end with this error instead of a broken connection
+        if sessions.failure is not None:
+            sessions.close("this router failed")
+            await asyncio.sleep(DEATH_SHOWN_S)
         http.should_exit = True
         await serving
         await traces.close()
         await compiler.close()
         sessions.close("this router was stopped")
-        close_recorders()
+        if sessions.failure is not None:
+            raise CannotServe(str(sessions.death)) from sessions.failure
 
     def _config(self, folder: Path) -> RouterConfig:
         """Instances of another model are rejected even while no other instance has joined."""
@@ -202,16 +232,23 @@ class _Process:
             engine, sessions, event_log, dashboard, text, self._api, metrics, grace_s, admin_key, compiler, tracing
         )
 
-    async def _until_over(self, engine: FleetEngine, serving: asyncio.Task[None]) -> None:
+    async def _until_over(self, engine: FleetEngine, sessions: InstanceConnections, serving: asyncio.Task[None]) -> None:
         stop = asyncio.ensure_future(self._signals.stop.wait())
-        await asyncio.wait((stop, serving), return_when=asyncio.FIRST_COMPLETED)
+        failed = asyncio.ensure_future(sessions.failed.wait())
+        await asyncio.wait((stop, serving, failed), return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
+        if not failed.done():
+            await self._drain(engine, failed)
+        failed.cancel()
+
+    async def _drain(self, engine: FleetEngine, failed: asyncio.Future[Literal[True]]) -> None:
         engine.draining = True
         if engine.open_requests:
             self._say(f"draining: {engine.open_requests} requests open (once more to stop at once)")
         idle, at_once = asyncio.ensure_future(engine.wait_idle()), asyncio.ensure_future(self._signals.at_once.wait())
-        await asyncio.wait((idle, at_once), timeout=self._settings.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if engine.open_requests:
+        ends = (idle, at_once, failed)
+        await asyncio.wait(ends, timeout=self._settings.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if engine.open_requests and not failed.done():
             self._say(f"stopping with {engine.open_requests} requests open")
         idle.cancel()
         at_once.cancel()

@@ -1,7 +1,8 @@
 """Runs a fleet: starts its processes, restarts them when they end or hang, and stops them all together.
 
     start    the router and, when it listens, the instances; the banner when all have joined
-    hang     a process that answers no `/health` for a while (`up.health_watch`) is killed, and so started again
+    hang     a process that answers no `/health` for a while (`up.health_watch`) gets SIGUSR1 and RECORDED_WITHIN_S to write
+             its last decisions, is killed, and so started again
     signal   drain: the router takes nothing new and ends with its last answer; then the instances (a second: at once)
     SIGUSR1  goes on to all: each writes its last decisions to a file
     failure  the router cannot be started, or no serving instance is left: the exit code is not 0
@@ -58,6 +59,8 @@ LAST_LINES_S = 1.0
 """Seconds to wait for the last output of an ended process."""
 STOP_GRACE_S = 10.0
 """Seconds beyond the drain timeout after which remaining processes are killed."""
+RECORDED_WITHIN_S = 2.0
+"""Seconds that a process that hangs has for writing its last decisions."""
 DISMISSED_S = 2.0
 """Seconds that a router without instances has to end, after each signal."""
 EXIT_FAILED, EXIT_AT_ONCE = 1, 130
@@ -415,6 +418,8 @@ class Supervisor:
                 is_hung = watch.answered(is_good, is_good or activity.runs(), monotonic_us())
         if not self._stopping.is_set():
             self._log.note(child.name, f"hangs: no good answer to /health for {watch.unhealthy_us // 1_000_000} s; killed")
+            if not activity.is_stopped():
+                await _record(process)
             _signal(process, signal.SIGKILL)
 
     def _explain(self, child: SupervisedProcess) -> None:
@@ -485,6 +490,14 @@ def _ending(code: int) -> str:
         return f"was ended by {signal.Signals(-code).name}"
     except ValueError:
         return f"was ended by signal {-code}"
+
+
+async def _record(process: asyncio.subprocess.Process) -> None:
+    """Have a process that hangs write its last decisions, and give it time for that. Nobody tells when it has."""
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(DUMP_SIGNAL)
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(process.wait(), RECORDED_WITHIN_S)
 
 
 def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
