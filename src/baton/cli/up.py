@@ -18,8 +18,7 @@ from baton.cli.declared_options import GivenOptions, taking_settings
 from baton.cli.option_forwarding import given_for, source_of, taking_options_of
 from baton.cli.options import config_file
 from baton.cli.router import router
-from baton.cli.serve import FAILURE, exit_code_of, serve, tell
-from baton.core.errors import BatonError
+from baton.cli.serve import serve, told_in_one_line
 from baton.node.settings import EngineSettings, ExecutorKind, HttpSettings, LogFormat
 from baton.up.fleet_plan import FleetPlan
 
@@ -87,7 +86,7 @@ def _up(
     quiet = () if "--log-level" in to_instances else QUIET
     record = _recording(context.params["record"])
     store, log_format = context.params["kv_store"] or None, context.params["log_format"]
-    try:
+    with told_in_one_line("baton up", context.params):
         _check_model(fleet["model"], context.params)
         plan = FleetPlan(
             **fleet, serve_options=(*quiet, *record, *to_instances), router_options=(*record, *to_router),
@@ -96,9 +95,6 @@ def _up(
         )  # fmt: skip
         check_port(context.params["host"], plan.router_port)
         code = _run(plan, log_format, needs_model=context.params["executor"] is not ExecutorKind.SCRIPTED)
-    except BatonError as error:
-        tell(f"baton up: {error}", log_format, FAILURE)
-        raise typer.Exit(exit_code_of(error)) from None
     raise typer.Exit(code)
 
 
