@@ -47,7 +47,7 @@ def test_the_demo_is_one_that_prefills_and_two_that_decode(plans: list[FleetPlan
     assert "--demo" in plans[0].router_command(RouterPorts(8000))
     up("--demo", "--kv-blocks", "64")
     small, given = (" ".join(plan.member_command(plan.members[0], "h:1", 2)) for plan in plans)
-    assert "--kv-memory 128M" in small
+    assert f"--kv-memory {command.DEMO_KV}" in small
     assert "--kv-memory" not in given
 
 

@@ -30,8 +30,8 @@ HANDLED = frozenset(
 SETTLED = {name.replace("_", "-"): "is not an option of baton up, which settles it for each process" for name in DECIDED}
 SETTLED |= {name.replace("_", "-"): "is for one instance: give it to baton serve" for name in OF_ONE_INSTANCE}
 SETTLED["port"] += "; the port of the API is 'router-port'"
-DEMO_KV = "128M"
-"""A small KV pool, so that the dashboard shows the use of one answer."""
+DEMO_KV = "192M"
+"""A small KV pool, so that the dashboard shows the use of one answer. The longest sequence of the built-in model fits."""
 DEMO_SAMPLING = '{"max_new_tokens": 256}'
 """A length for answers to those who name none: a small model may not find an end."""
 QUIET = ("--log-level", "warning")
