@@ -86,3 +86,10 @@ def test_a_new_environment_with_only_the_wheel_serves_the_built_in_model(
     assert ANSWER in tried.answer
     assert "no native kernels: there is no g++" in tried.log
     assert "Traceback" not in tried.log
+
+
+def test_the_wheel_is_tried_with_the_python_that_make_is_given() -> None:
+    planned = subprocess.run(
+        ["make", "--dry-run", "try-wheel", "PYTHON=/some/python"], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    assert planned.stdout.splitlines()[-1].endswith("tools/try_wheel.py --python /some/python")
