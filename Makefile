@@ -39,7 +39,7 @@ dist: $(READY_TO_SERVE)
 	$(BIN)/python -m hatchling build
 
 try-wheel: $(READY_TO_SERVE)
-	$(BIN)/python tools/try_wheel.py
+	$(BIN)/python tools/try_wheel.py --python $(PYTHON)
 
 # Three at a time, of about as many seconds each. Those that start processes mostly wait for them, and what they wait for has
 # time limits: they go first. The others only compute, and take what is left of two cores.

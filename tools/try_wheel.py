@@ -133,9 +133,10 @@ def try_wheel(folder: Path, python: str, models: Path | None) -> TriedWheel:
     began_s = time.monotonic()
     install(wheel, venv, python, variables)
     install_s = time.monotonic() - began_s
-    user = _other_user(venv) if models is None else None
+    user = other_user(venv / "bin" / "python")
     if user is not None:
-        os.chown(home, pwd.getpwnam(user).pw_uid, -1)
+        models = None if models is None else _copied(models, home)
+        _give(home, pwd.getpwnam(user).pw_uid)
     alone = {**variables, "PATH": str(venv / "bin"), "BATON_CACHE": str(models or home / "cache")}
     if shutil.which("g++", path=alone["PATH"]) is not None:
         raise Failed("there is a compiler in the new environment")
@@ -152,12 +153,25 @@ def try_wheel(folder: Path, python: str, models: Path | None) -> TriedWheel:
     )
 
 
-def _other_user(venv: Path) -> str | None:
-    """`nobody`, where this is root and that user may run the environment's Python."""
+def _copied(models: Path, home: Path) -> Path:
+    """A cache with the same models: another user may neither read nor lock those of ours."""
+    cache = home / "cache"
+    if (models / "models").is_dir():
+        shutil.copytree(models / "models", cache / "models")
+    return cache
+
+
+def _give(folder: Path, user_id: int) -> None:
+    for path in (folder, *folder.rglob("*")):
+        os.chown(path, user_id, -1, follow_symlinks=False)
+
+
+def other_user(python: Path) -> str | None:
+    """`nobody`, where this is root and that user may run a Python that serves."""
     if os.geteuid() != 0:
         return None
     account = pwd.getpwnam(NOBODY)
-    probe = [str(venv / "bin" / "python"), "-c", "import encodings"]
+    probe = [str(python), "-c", "import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))"]
     try:
         done = subprocess.run(probe, check=False, capture_output=True, user=NOBODY, group=account.pw_gid, extra_groups=[])
     except OSError:

@@ -71,11 +71,34 @@ def test_every_metric_and_label_that_is_named_is_there(expression: str) -> None:
 def test_counters_are_shown_as_rates() -> None:
     for expression in [*on_the_board(), *in_the_alerts()]:
         for name in re.findall(r"baton_\w+(?:_total|_bucket|_sum|_count)\b", expression):
-            assert re.search(rf"(?:rate|increase)\({name}\b", expression), expression
+            assert re.search(rf"(?:rate|increase|resets)\({name}\b", expression), expression
 
 
 def test_the_board_shows_moves_hand_overs_stalls_and_the_stages_of_requests() -> None:
     assert {name for expression in on_the_board() for name, _ in series(expression)} >= SHOWN
+
+
+def rule(name: str) -> str:
+    (found,) = re.findall(
+        rf"^ {{6}}- alert: {name}\n(.*?)(?=^ {{6}}- alert: |\Z)", ALERTS.read_text(), re.MULTILINE | re.DOTALL
+    )
+    return str(found)
+
+
+def test_the_share_of_work_done_twice_is_of_what_the_engine_computes() -> None:
+    """Tokens of HTTP answers stay at 0 on an instance behind a router."""
+    named = {name for name, _ in series(rule("BatonPreempting"))}
+    assert named == {"baton_recomputed_tokens_total", "baton_iteration_tokens_total_sum"}
+
+
+def test_a_lone_instance_that_ends_with_its_engine_is_seen_by_its_counters() -> None:
+    assert "resets(baton_engine_steps_total[" in rule("BatonRestarted")
+
+
+def test_the_runbook_has_a_row_for_each_alert() -> None:
+    rows = re.findall(r"^\| (Baton\w+) \|", (DOCS / "runbook.md").read_text(), re.MULTILINE)
+    assert rows == re.findall(r"^ {6}- alert: (\w+)$", ALERTS.read_text(), re.MULTILINE)
+    assert "runbook.md" in ALERTS.read_text().partition("groups:")[0]
 
 
 def test_panels_have_their_own_ids_and_places() -> None:

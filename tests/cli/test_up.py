@@ -47,7 +47,7 @@ def test_the_demo_is_one_that_prefills_and_two_that_decode(plans: list[FleetPlan
     assert "--demo" in plans[0].router_command(RouterPorts(8000))
     up("--demo", "--kv-blocks", "64")
     small, given = (" ".join(plan.member_command(plan.members[0], "h:1", 2)) for plan in plans)
-    assert "--kv-memory 128M" in small
+    assert f"--kv-memory {command.DEMO_KV}" in small
     assert "--kv-memory" not in given
 
 
@@ -93,12 +93,14 @@ def test_options_go_to_whom_they_concern(plans: list[FleetPlan]) -> None:
     instance = plans[0].member_command(PlannedProcess("decode-1", "decode"), "127.0.0.1:9", cores=8)
     router = plans[0].router_command(RouterPorts(8000, 9))
     text = " ".join(instance[len(baton_command()) :])
-    assert text.startswith("serve m --role decode --name decode-1 --router 127.0.0.1:9 --port 0 --threads 4")
+    assert text.startswith(
+        "serve m --role decode --name decode-1 --router 127.0.0.1:9 --host 127.0.0.1 --port 0 --threads 4"
+    )
     assert "--dtype float32" in text
     assert "--kv-blocks 64" in text
     assert plans[0].api_keys == ("k",)
     assert "--api-key" not in (*instance, *router), "command lines can be read by everybody"
-    assert "--host" not in instance
+    assert "10.0.0.5" not in instance, "instances stay on loopback"
     assert "--policy" not in instance
     assert " ".join(router[len(baton_command()) :]).startswith("router m --port 8000 --join-port 9")
     assert "--host 10.0.0.5" in " ".join(router)
@@ -141,9 +143,11 @@ def test_trust_in_the_network_is_told_to_every_instance(plans: list[FleetPlan]) 
 def test_instances_are_quiet_unless_asked(plans: list[FleetPlan]) -> None:
     up()
     up("--log-level", "debug")
-    quiet, loud = (" ".join(plan.member_command(plan.members[0], "h:1", 2)) for plan in plans)
+    CliRunner().invoke(app, ["up"], env=WIDE | {"BATON_LOG_LEVEL": "debug"})
+    quiet, loud, inherited = (" ".join(plan.member_command(plan.members[0], "h:1", 2)) for plan in plans)
     assert "--log-level warning" in quiet
     assert "--log-level debug" in loud
+    assert "--log-level" not in inherited
 
 
 @pytest.mark.parametrize(

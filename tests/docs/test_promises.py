@@ -8,6 +8,7 @@ import pytest
 
 from baton.api.error_catalogue import error_entries
 from baton.cli.reference import option_rows
+from baton.core.errors import EXIT_SETUP
 from tests.docs.pages import ROOT, prose_of
 
 NO_TEST = "no test"
@@ -44,7 +45,15 @@ def named_tests(cell: str) -> list[tuple[str, str]]:
 
 def test_there_are_promises_of_every_mode() -> None:
     modes = " ".join(row[0] for row in PROMISES)
-    for mode in ("float64, CPU", "scripted", "float32, CPU", "bfloat16, CPU", "`--batch-invariant`", "bfloat16, CUDA"):
+    for mode in (
+        "float64, CPU",
+        "scripted",
+        "float32, CPU",
+        "bfloat16, CPU",
+        "`--batch-invariant`",
+        "bfloat16, CUDA",
+        "float16, CPU or CUDA",
+    ):
         assert mode in modes
     done = " ".join(row[1] for row in PROMISES)
     for what in ("constrained", "drafts", "handed over", "preempted", "killed", "host memory"):
@@ -86,3 +95,7 @@ def test_a_code_says_where_to_look_and_what_to_do(row: list[str]) -> None:
     _, look, do = row
     assert look
     assert do
+
+
+def test_the_unit_of_systemd_does_not_start_again_what_cannot_be_had() -> None:
+    assert f"RestartPreventExitStatus={EXIT_SETUP}\n" in (ROOT / "docs/upgrading.md").read_text()

@@ -83,7 +83,7 @@ def test_bad_files_end_baton_up_before_anything_starts(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_chaos_run_is_carried_through_tls_where_the_environment_has_the_certificate(tmp_path: Path) -> None:
-    """The environment is that of all processes, so that instances speak TLS too."""
+    """The router takes the certificate out of the environment of the whole run."""
     pair = Authority(tmp_path).sign("localhost")
     command = (
         sys.executable, "-m", "baton", "chaos", "--executor", "scripted", "--step-ms", "10", "--mixed", "2",

@@ -248,3 +248,17 @@ def test_serve_refuses_an_open_endpoint_before_anything_starts() -> None:
     code, output = refused_by_serve("--executor", "scripted", "--kv-events-endpoint", "tcp://*:5557")
     assert code == EXIT_SETUP
     assert "--trust-network" in output
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_publisher_that_fails_says_that_events_have_ended(
+    closing: list[Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> bytes:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(kv_event_publisher, "batch_of", broken)
+    failing = publisher(closing)
+    failing.publish(stored(0))
+    wait_until(lambda: any("no KV events are published any more" in record.message for record in caplog.records))
+    assert "a bug" in caplog.text

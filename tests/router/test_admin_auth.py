@@ -51,6 +51,18 @@ def test_only_the_admin_key_sees_and_changes_the_fleet(text: ModelText, keys: tu
         assert status(fleet, "POST", "/dashboard/kill", "operator") == (404, "not_found"), "no demonstration"
 
 
+@pytest.mark.parametrize("path", ["/dashboard", "/dashboard/state", "/dashboard/static/app.js", "/v1/instances"])
+def test_whatever_can_be_read_answers_head(text: ModelText, path: str) -> None:
+    with running(text, settings(), admin_key="operator") as fleet:
+        fleet.add("a")
+        headers = {"Authorization": "Bearer operator"}
+        got, asked = (fleet.served.call(method, path, headers=headers) for method in ("GET", "HEAD"))
+        assert (asked.status, asked.body) == (200, b"")
+        assert got.body
+        is_open = path in OPEN_PATHS or path.startswith("/dashboard/static/")
+        assert fleet.served.call("HEAD", path).status == (200 if is_open else 401)
+
+
 def test_clients_and_probes_are_served_as_before_and_the_dashboards_chat_by_the_admin_key(text: ModelText) -> None:
     with running(text, settings("group:tenant"), admin_key="op:erator") as fleet:
         fleet.add("a")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import os
+import pwd
 import subprocess
 import sys
+import tempfile
 import tomllib
 import zipfile
 from email.parser import Parser
@@ -17,12 +20,14 @@ from packaging.utils import canonicalize_name
 
 from baton import __version__
 from baton.executor.cache_folder import cache_folder
-from tools.try_wheel import ANSWER, try_wheel
+from tools.try_wheel import ANSWER, other_user, try_wheel
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src"
 GIVEN_BY_HAND = {"mooncake": "mooncake-transfer-engine-non-cuda"}
 """Distributions of modules that may not be installed here."""
+OF_THE_SYSTEM = Path("/usr/bin/python3")
+"""A Python that all users can run, where ours is in somebody's home folder."""
 
 
 @pytest.fixture(scope="module")
@@ -78,11 +83,20 @@ def test_every_package_that_is_imported_is_declared() -> None:
 
 
 @pytest.mark.slow
-def test_a_new_environment_with_only_the_wheel_serves_the_built_in_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_environment_with_only_the_wheel_serves_the_built_in_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in a folder of pytest, which other users cannot read: as root, another one serves."""
+    python = OF_THE_SYSTEM if other_user(OF_THE_SYSTEM) else Path(sys.executable)
     monkeypatch.setenv("PIP_NO_COMPILE", "1")  # only what is imported is compiled, when it is
-    tried = try_wheel(tmp_path, sys.executable, cache_folder())
+    with tempfile.TemporaryDirectory(prefix="baton-wheel-") as folder:
+        tried = try_wheel(Path(folder), str(python), cache_folder())
+    assert tried.user == (other_user(python) or pwd.getpwuid(os.geteuid()).pw_name)
     assert ANSWER in tried.answer
     assert "no native kernels: there is no g++" in tried.log
     assert "Traceback" not in tried.log
+
+
+def test_the_wheel_is_tried_with_the_python_that_make_is_given() -> None:
+    planned = subprocess.run(
+        ["make", "--dry-run", "try-wheel", "PYTHON=/some/python"], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    assert planned.stdout.splitlines()[-1].endswith("tools/try_wheel.py --python /some/python")

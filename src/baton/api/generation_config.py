@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 
 from pydantic import ValidationError
 
+from baton.api.home_folders import expanded
 from baton.api.sampling_defaults import SamplingDefaults
 from baton.api.schema import GenerateBody
 from baton.core.errors import SetupError
@@ -39,7 +39,7 @@ def given_defaults(choice: str) -> SamplingDefaults | None:
     if choice == NONE:
         return SamplingDefaults()
     try:
-        text = Path(choice).expanduser().read_text(encoding="utf-8")
+        text = expanded(choice, BadGenerationConfig).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise BadGenerationConfig(f"{option} is {AUTO}, {NONE} or a JSON file; {choice!r} cannot be read: {error}") from None
     return _checked(_parsed(text, f"{option} {choice}"), f"{option} {choice}")

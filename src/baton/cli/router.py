@@ -5,12 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from baton.cli.declared_options import GivenOptions, taking_settings
 from baton.cli.options import config_file
-from baton.cli.serve import FAILURE, exit_code_of, log_to_stderr, process_fields, tell
-from baton.core.errors import BatonError
+from baton.cli.serve import log_to_stderr, process_fields, tell, told_in_one_line
 from baton.core.routing.config import RouterConfig
 from baton.router.settings import RouterProcessSettings
 
@@ -35,11 +32,8 @@ def router(*, given: GivenOptions, config: Config = None) -> None:  # noqa: ARG0
     settings = process_fields(given, RouterProcessSettings)
     drain_s = settings["drain_timeout_s"]
     drain_us = round(max(drain_s - STOPPING_S, drain_s / 2, 0.001) * 1e6)
-    try:
+    with told_in_one_line("baton router", settings):
         _run(config=RouterConfig(**given.fields_of(RouterConfig), drain_us=drain_us), **settings)
-    except BatonError as error:
-        tell(f"baton router: {error}", settings["log_format"], FAILURE)
-        raise typer.Exit(exit_code_of(error)) from None
 
 
 def _run(**settings: Any) -> None:

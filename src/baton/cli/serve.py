@@ -6,10 +6,12 @@ declared by the fields of InstanceSettings and EngineSettings.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,13 +24,12 @@ from baton.cli.stage_display import LiveStages
 from baton.core.config import OnPreempt
 from baton.core.errors import EXIT_SETUP, BatonError, SetupError
 from baton.node.log_lines import OPERATOR, formatter_of, json_line
-from baton.node.settings import EngineSettings, ExecutorKind, HttpSettings, InstanceSettings, LogFormat
+from baton.node.settings import EngineSettings, ExecutorKind, HttpSettings, InstanceSettings, LogFormat, LogLevel
 from baton.node.stderr_queue import queue_stderr
 
 if TYPE_CHECKING:
     from baton.node.start_stages import StageView
 
-log = logging.getLogger("baton.cli")
 console = Console(stderr=True, highlight=False)
 FAILURE = "red"
 EXIT_FAILED = 1
@@ -93,10 +94,32 @@ def tell(line: str, log_format: LogFormat, style: str = "dim") -> None:
         console.print(line, style=style, markup=False, soft_wrap=True)
 
 
-def exit_code_of(error: BatonError) -> int:
-    """EXIT_SETUP where starting again cannot help. Logs where the error comes from, for those who debug."""
-    log.debug("%s", error, exc_info=error)
-    return EXIT_SETUP if isinstance(error, SetupError) else EXIT_FAILED
+def _nothing() -> None:
+    """The default: nothing has to end first."""
+
+
+@contextlib.contextmanager
+def told_in_one_line(command: str, settings: Mapping[str, Any], before: Callable[[], None] = _nothing) -> Iterator[None]:
+    """End the command with one line for what is raised inside, after `before`; where it comes from is told those who debug.
+
+    The exit code is EXIT_SETUP where starting again cannot help.
+    """
+    try:
+        yield
+    except (typer.Exit, typer.Abort, typer.BadParameter):
+        raise
+    except Exception as error:
+        before()
+        if settings["log_level"] == LogLevel.DEBUG:
+            tell("".join(traceback.format_exception(error)).rstrip(), settings["log_format"])
+        reason = str(error) if isinstance(error, BatonError) else _unexpected(error)
+        tell(f"{command}: {reason}", settings["log_format"], FAILURE)
+        raise typer.Exit(EXIT_SETUP if isinstance(error, SetupError) else EXIT_FAILED) from error
+
+
+def _unexpected(error: Exception) -> str:
+    first = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first} (unexpected; --log-level debug shows where)"
 
 
 def stage_view(log_format: LogFormat) -> StageView:
@@ -116,9 +139,5 @@ def _run(**settings: Any) -> None:
     log_to_stderr(settings)
     log_format = settings["log_format"]
     stages = StartStages(stage_view(log_format))
-    try:
+    with told_in_one_line("baton serve", settings, stages.close):
         service.serve(service.ServeSettings(**settings), lambda line: tell(line, log_format), stages)
-    except BatonError as error:
-        stages.close()
-        tell(f"baton serve: {error}", log_format, FAILURE)
-        raise typer.Exit(exit_code_of(error)) from None

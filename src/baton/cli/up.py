@@ -18,21 +18,11 @@ from baton.cli.declared_options import GivenOptions, taking_settings
 from baton.cli.option_forwarding import given_for, source_of, taking_options_of
 from baton.cli.options import config_file
 from baton.cli.router import router
-from baton.cli.serve import FAILURE, exit_code_of, serve, tell
-from baton.core.errors import BatonError
+from baton.cli.serve import serve, told_in_one_line
 from baton.node.settings import EngineSettings, ExecutorKind, HttpSettings, LogFormat
 from baton.up.fleet_plan import FleetPlan
+from baton.up.process_environment import DECIDED, OF_ONE_INSTANCE, OF_THE_ROUTER, TLS_OPTIONS
 
-DECIDED = frozenset(
-    ["model", "port", "role", "name", "router", "peer", "peer_port", "join_host", "join_port", "cluster_key",
-     "cluster_key_file", "expect_instances"]
-)  # fmt: skip
-"""Options of `serve` and `router` that `baton up` sets itself."""
-OF_ONE_INSTANCE = frozenset(
-    ["kv_events_endpoint", "kv_events_replay_endpoint", "kv_events_topic", "kv_events_format", "kv_events_connect",
-     "kv_events_buffer_steps", "kv_events_hwm"]
-)  # fmt: skip
-"""Options of `serve` that instances on one machine cannot share."""
 HANDLED = frozenset(
     [*DECIDED, "demo", "threads", "drain_timeout", "config", "api_key", "admin_key", "metrics_key", "kv_store",
      "record"]
@@ -40,15 +30,8 @@ HANDLED = frozenset(
 SETTLED = {name.replace("_", "-"): "is not an option of baton up, which settles it for each process" for name in DECIDED}
 SETTLED |= {name.replace("_", "-"): "is for one instance: give it to baton serve" for name in OF_ONE_INSTANCE}
 SETTLED["port"] += "; the port of the API is 'router-port'"
-TLS_OPTIONS = ("ssl_certfile", "ssl_keyfile", "ssl_keyfile_password_file")
-OF_THE_ROUTER = frozenset(
-    [*TLS_OPTIONS, "host", "max_waiting", "chat_template", "tool_parser", "reasoning_parser", "generation_config",
-     "override_generation_config", "max_connections", "max_connections_per_address", "trusted_proxies", "allowed_hosts",
-     "allowed_origins", "otlp_endpoint", "otlp_sample_ratio"]
-)  # fmt: skip
-"""Options for the router only: clients come to it, instances stay on loopback, and queueing is the router's."""
-DEMO_KV = "128M"
-"""A small KV pool, so that the dashboard shows the use of one answer."""
+DEMO_KV = "192M"
+"""A small KV pool, so that the dashboard shows the use of one answer. The longest sequence of the built-in model fits."""
 DEMO_SAMPLING = '{"max_new_tokens": 256}'
 """A length for answers to those who name none: a small model may not find an end."""
 QUIET = ("--log-level", "warning")
@@ -84,10 +67,10 @@ def _up(
         to_instances = ("--kv-memory", DEMO_KV, *to_instances)
     if fleet["demo"] and source_of(context, "override_generation_config") == "DEFAULT":
         to_router = ("--override-generation-config", DEMO_SAMPLING, *to_router)
-    quiet = () if "--log-level" in to_instances else QUIET
+    quiet = QUIET if source_of(context, "log_level") == "DEFAULT" else ()
     record = _recording(context.params["record"])
     store, log_format = context.params["kv_store"] or None, context.params["log_format"]
-    try:
+    with told_in_one_line("baton up", context.params):
         _check_model(fleet["model"], context.params)
         plan = FleetPlan(
             **fleet, serve_options=(*quiet, *record, *to_instances), router_options=(*record, *to_router),
@@ -96,9 +79,6 @@ def _up(
         )  # fmt: skip
         check_port(context.params["host"], plan.router_port)
         code = _run(plan, log_format, needs_model=context.params["executor"] is not ExecutorKind.SCRIPTED)
-    except BatonError as error:
-        tell(f"baton up: {error}", log_format, FAILURE)
-        raise typer.Exit(exit_code_of(error)) from None
     raise typer.Exit(code)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from baton.core.errors import SetupError
 from baton.executor.private_files import private_folder
 from baton.executor.scratch_folder import sweep
 
@@ -14,13 +15,24 @@ KERNELS = "kernels"
 MODELS = "models"
 
 
+class NoCacheFolder(SetupError):
+    """Nothing says where the cache is."""
+
+
 def cache_folder() -> Path:
-    """`BATON_CACHE`, else `baton` under XDG_CACHE_HOME, else under ~/.cache. Not created here."""
+    """`BATON_CACHE`, else `baton` under XDG_CACHE_HOME, else under ~/.cache. Not created here. Raises NoCacheFolder."""
     own = os.environ.get("BATON_CACHE")
     if own:
         return Path(own)
     shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared) if shared else Path.home() / ".cache") / "baton"
+    return (Path(shared) if shared else _home() / ".cache") / "baton"
+
+
+def _home() -> Path:
+    try:
+        return Path.home()
+    except RuntimeError:
+        raise NoCacheFolder("this user has no home folder: name a folder for Baton's cache in BATON_CACHE") from None
 
 
 def private_cache(part: str) -> Path:

@@ -40,9 +40,9 @@ DTYPES = {
 
 DRY_TOKENS = 3
 REASON_CHARS_MAX = 300
+"""Of what a library says about a model."""
 PASSING = frozenset((errno.ENOSPC, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.EIO))
 """Errors of the system that another start may not meet."""
-"""Of what a library says about a model."""
 
 
 class _LoadingInfo(TypedDict):

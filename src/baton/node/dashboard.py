@@ -71,13 +71,13 @@ class Dashboard:
         self._page = page.replace(b"{{demo}}", b"demo" if demo else b"").replace(b"{{server}}", server.encode())
 
     def install(self, app: FastAPI) -> None:
-        for path, method, endpoint in (
-            (PAGE, "GET", self.page),
-            (STATIC + "{name}", "GET", self.part),
-            ("/dashboard/state", "GET", self.state),
-            ("/dashboard/kill", "POST", self.kill),
+        for path, methods, endpoint in (
+            (PAGE, ["GET", "HEAD"], self.page),
+            (STATIC + "{name}", ["GET", "HEAD"], self.part),
+            ("/dashboard/state", ["GET", "HEAD"], self.state),
+            ("/dashboard/kill", ["POST"], self.kill),
         ):
-            app.add_api_route(path, endpoint, methods=[method], include_in_schema=False, response_model=None)
+            app.add_api_route(path, endpoint, methods=methods, include_in_schema=False, response_model=None)
 
     async def page(self) -> Response:
         return Response(self._page, headers=HEADERS, media_type=kind_of("index.html"))

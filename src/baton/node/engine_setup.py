@@ -32,7 +32,7 @@ from baton.executor.contract import Allocate, Executor, ExecutorShape, KvView, L
 from baton.executor.drafts import DraftProposer, NaiveProposer, NgramProposer
 from baton.executor.scripted import ScriptedExecutor
 from baton.node.devices import NAMES, choose_device, find_devices
-from baton.node.model_memory import OutOfMemory, check_memory
+from baton.node.model_memory import OutOfMemory, check_gpu_memory, check_memory
 from baton.node.scripted_text import BYTE_VOCABULARY
 from baton.node.settings import CPU_KV_BYTES, DeviceChoice, EngineSettings, SpeculateMethod
 
@@ -156,6 +156,7 @@ def _constrained_burst(settings: EngineSettings) -> int:
 
 
 def _on_cuda(settings: EngineSettings, folder: Path, proposer: DraftProposer, on_stage: OnStage) -> BuiltExecutor:
+    check_gpu_memory(settings, folder, gpu_bytes())
     # Imported here because it imports triton, which is not installed everywhere.
     from baton.executor.cuda.executor import TorchCudaExecutor
 
@@ -176,6 +177,14 @@ def _on_cuda(settings: EngineSettings, folder: Path, proposer: DraftProposer, on
         on_stage=on_stage,
     )
     return BuiltExecutor(executor, executor.details, constraints=executor.constraints)
+
+
+def gpu_bytes() -> int:
+    """Memory of the GPU in all, whoever uses it now."""
+    import torch
+
+    _, whole = torch.cuda.mem_get_info()
+    return whole
 
 
 def build_proposer(settings: EngineSettings) -> DraftProposer:
@@ -277,16 +286,17 @@ class PacedExecutor:
 
 
 def warn_of_small_pool(settings: EngineSettings, config: WorkerConfig, block_bytes: int) -> None:
-    """Say so where the pool holds less than the longest sequence; at WARNING where that length was asked for."""
+    """Say so where the pool holds less than the longest sequence; at WARNING where that length or the pool was asked for."""
     if config.pool_tokens >= config.context_tokens:
         return
-    asked = settings.context_tokens is not None
+    is_length_asked = settings.context_tokens is not None
+    is_asked = is_length_asked or settings.kv_memory_bytes is not None or settings.blocks is not None
     blocks = -(-config.context_tokens // config.block_size)
     wanted = f"--kv-memory {blocks * block_bytes}" if block_bytes else f"--kv-blocks {blocks}"
     log.log(
-        logging.WARNING if asked else logging.INFO,
+        logging.WARNING if is_asked else logging.INFO,
         "the KV pool holds sequences of %d tokens, and %s is %d: longer requests are refused; %s holds the longest",
-        config.pool_tokens, "--max-model-len" if asked else "the model's context", config.context_tokens, wanted,
+        config.pool_tokens, "--max-model-len" if is_length_asked else "the model's context", config.context_tokens, wanted,
     )  # fmt: skip
 
 

@@ -133,6 +133,17 @@ class KvEventPublisher:
     # ── the thread ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception:
+            log.exception("no KV events are published any more; a restart brings them back")
+            raise
+        finally:
+            self._publishing.close()
+            self._replaying.close()
+            self._context.term()
+
+    def _serve(self) -> None:
         poller = zmq.Poller()
         poller.register(self._read_end, zmq.POLLIN)
         poller.register(self._replaying, zmq.POLLIN)
@@ -143,10 +154,7 @@ class KvEventPublisher:
             if self._read_end in ready:
                 os.read(self._read_end, 4096)
                 if not self._send_queued():
-                    break
-        self._publishing.close()
-        self._replaying.close()
-        self._context.term()
+                    return
 
     def _send_queued(self) -> bool:
         """False at the end."""

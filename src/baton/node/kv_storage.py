@@ -11,8 +11,8 @@ import os
 import threading
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
+from baton.api.home_folders import expanded
 from baton.core.config import BadConfig
 from baton.core.engine.gauges import StoreTraffic
 from baton.core.errors import InvariantViolated
@@ -130,7 +130,7 @@ def open_kv_store(settings: EngineSettings, wait_s: float = OPENING_S) -> Store 
 def _open_trusted(address: str, limit_bytes: int | None) -> Store:
     """Refuse a folder that others may write: they could forge KV."""
     url = parse_url(address)
-    if url.kind == "file" and os.path.lexists(folder := Path(url.path).expanduser()):
+    if url.kind == "file" and os.path.lexists(folder := expanded(url.path, BadStore)):
         try:
             check_folder(folder)
         except UnsafeFile as danger:

@@ -60,7 +60,7 @@ def _held(folder: Path) -> int | None:
     try:
         descriptor = os.open(folder / USED, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except FileNotFoundError:
-        raise ModelCacheError(f"the model {folder.name} was removed from the cache just now; start again") from None
+        raise _removed(folder) from None
     except OSError:
         return None
     for _ in range(LOCK_TRIES):
@@ -69,10 +69,22 @@ def _held(folder: Path) -> int | None:
         except BlockingIOError:  # somebody lists models, which takes a moment, or removes this one
             time.sleep(LOCK_AGAIN_S)
         else:
-            os.utime(descriptor)
-            return descriptor
+            return _of_what_is_there(folder, descriptor)
     os.close(descriptor)
     raise ModelCacheError(f"the model {folder.name} is being removed from the cache; start again")
+
+
+def _of_what_is_there(folder: Path, descriptor: int) -> int:
+    """The lock is of use only while its file is in the cache: who held it may have removed the folder meanwhile."""
+    if os.fstat(descriptor).st_nlink == 0 or not (folder / USED).exists():
+        os.close(descriptor)
+        raise _removed(folder)
+    os.utime(descriptor)
+    return descriptor
+
+
+def _removed(folder: Path) -> ModelCacheError:
+    return ModelCacheError(f"the model {folder.name} was removed from the cache just now; start again")
 
 
 def cached_models() -> list[CachedModel]:

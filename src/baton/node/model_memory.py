@@ -1,4 +1,4 @@
-"""Whether weights and KV fit into a machine's memory: refused before they are read, not ended by the kernel halfway."""
+"""Whether weights and KV fit into the memory of a machine or its GPU: refused before they are read, not ended halfway."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GIB = 1 << 30
 
 
 class TooLittleMemory(SetupError):
-    """The machine has less memory in all than the model needs."""
+    """The machine, or its GPU, has less memory in all than the model needs."""
 
 
 class OutOfMemory(BatonError):
@@ -30,12 +30,7 @@ def check_memory(settings: EngineSettings, folder: Path, whole: int | None = Non
     whole = whole_bytes() if whole is None else whole
     if whole is None:
         return
-    weights = _weights_bytes(check_folder(folder, own_template=False), settings.dtype)
-    if weights > whole:
-        raise TooLittleMemory(
-            f"the weights in {folder} take {_shown(weights)} as {settings.dtype}, and there are {_shown(whole)} of memory "
-            f"here in all; use a smaller model{_smaller_dtype(settings.dtype)}, or a machine with more"
-        )
+    weights = _fitting_weights(settings, folder, whole, "here", "machine")
     kv = CPU_KV_BYTES if settings.kv_memory_bytes is None else settings.kv_memory_bytes
     if settings.blocks is not None or weights + kv <= whole:
         return
@@ -43,6 +38,22 @@ def check_memory(settings: EngineSettings, folder: Path, whole: int | None = Non
     if settings.kv_memory_bytes is not None:
         raise TooLittleMemory(f"--kv-memory {kv} is more than there is; {fits}")
     log.warning("a full KV pool of %s would not fit into memory: give --kv-memory; %s", _shown(kv), fits)
+
+
+def check_gpu_memory(settings: EngineSettings, folder: Path, whole: int) -> None:
+    """For a model on CUDA. Raises TooLittleMemory where its weights are larger than the whole GPU; what a step and KV take
+    beside them is known when it is loaded."""
+    _fitting_weights(settings, folder, whole, "on this GPU", "GPU")
+
+
+def _fitting_weights(settings: EngineSettings, folder: Path, whole: int, where: str, has_more: str) -> int:
+    weights = _weights_bytes(check_folder(folder, own_template=False), settings.dtype)
+    if weights > whole:
+        raise TooLittleMemory(
+            f"the weights in {folder} take {_shown(weights)} as {settings.dtype}, and there are {_shown(whole)} of memory "
+            f"{where} in all; use a smaller model{_smaller_dtype(settings.dtype)}, or a {has_more} with more"
+        )
+    return weights
 
 
 def _weights_bytes(folder: ModelFolder, dtype: str) -> int:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton.api.home_folders import expanded
 from baton.api.sampling_defaults import SamplingDefaults
 from baton.core.config import BadConfig
 from baton.core.errors import BatonError, SetupError
@@ -104,7 +105,7 @@ def resolve_model(
 
 
 def _resolved(name: str, progress: Progress, own_template: bool, context_tokens: int | None) -> Path:
-    path, shape = Path(name).expanduser(), parse_shape(name)
+    path, shape = expanded(name, ModelUnavailable), parse_shape(name)
     if name in BUILT_INS:
         folder = _built_in(name, BUILT_INS[name], progress)
     elif shape is not None:

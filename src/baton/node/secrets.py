@@ -8,9 +8,10 @@ import os
 import secrets
 from pathlib import Path
 
+from baton.api.home_folders import expanded
 from baton.executor.private_files import check_folder, private_folder, read_private_file
 from baton.kv.file_store import prepare_folder
-from baton.kv.store import parse_url
+from baton.kv.store import BadStore, parse_url
 from baton.wire.keyfile import KEY_BYTES, read_key, write_key
 
 log = logging.getLogger("baton.node")
@@ -34,8 +35,8 @@ def store_key(store: str, folder: Path) -> str:
     """
     url = parse_url(store)
     if url.kind == "file":
-        prepare_folder(url.path)
-        folder = Path(url.path).expanduser()
+        folder = expanded(url.path, BadStore)
+        prepare_folder(str(folder))
         check_folder(folder)  # who may write there can forge KV
     return prefix_secret(folder).hex()
 

@@ -14,6 +14,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton.api.home_folders import expanded
 from baton.core.errors import SetupError
 from baton.node.settings import HttpSettings
 
@@ -151,10 +152,10 @@ def _files_of(settings: HttpSettings) -> CertificateFiles | None:
         if settings.ssl_keyfile is not None:
             raise BadCertificate("--ssl-keyfile is only for --ssl-certfile, which is not given")
         return None
-    certificate = Path(settings.ssl_certfile).expanduser()
-    key = certificate if settings.ssl_keyfile is None else Path(settings.ssl_keyfile).expanduser()
+    certificate = expanded(settings.ssl_certfile, BadCertificate)
+    key = certificate if settings.ssl_keyfile is None else expanded(settings.ssl_keyfile, BadCertificate)
     password = settings.ssl_keyfile_password_file
-    return CertificateFiles(certificate, key, None if password is None else Path(password).expanduser())
+    return CertificateFiles(certificate, key, None if password is None else expanded(password, BadCertificate))
 
 
 def _read(option: str, path: Path) -> bytes:

@@ -212,7 +212,7 @@ class HttpSettings:
     ] = ()  # fmt: skip
     metrics_key: Annotated[
         str | None,
-        Setting("metrics-key", Panel.API, "Once set, only this key reads /metrics (on a router the admin key too)."),
+        Setting("metrics-key", Panel.API, "Once set, only this key and the admin key read /metrics."),
     ] = field(default=None, repr=False)
     """None: the admin key where there is one, else every API key."""
     metrics_names: Annotated[

@@ -102,6 +102,7 @@ def _add_routes(app: FastAPI, engine: FleetEngine, sessions: InstanceConnections
             path, endpoint, methods=[method], response_model=None, response_class=Response, summary=told.summary,
             responses=told.responses,
         )  # fmt: skip
+    app.add_api_route("/v1/instances", instances, methods=["HEAD"], response_model=None, include_in_schema=False)
 
 
 def shown(view: InstanceView) -> dict[str, object]:

@@ -1,7 +1,7 @@
 """The processes of a fleet and their command lines. Starts no process.
 
 baton router MODEL --port 8000 --join-port 0                     first; its banner tells where instances join
-baton serve MODEL --role decode --name decode-1 --router 127.0.0.1:41234
+baton serve MODEL --role decode --name decode-1 --router 127.0.0.1:41234 --host 127.0.0.1
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class FleetPlan:
         return [*_BATON, "router", self.model, *listens, *expected, *demo, *self._drain, *self.router_options]
 
     def member_command(self, member: PlannedProcess, join: str, cores: int) -> list[str]:
-        place = ("--role", member.role, "--name", member.name, "--router", join, "--port", "0")
+        place = ("--role", member.role, "--name", member.name, "--router", join, "--host", LOOPBACK, "--port", "0")
         peers = ("--peer-port", "0") if member.role == "prefill" else ()
         threads = ("--threads", str(self.threads or max(1, cores // len(self.members))))
         return [*_BATON, "serve", self.model, *place, *peers, *threads, *self._drain, *self.serve_options]

@@ -18,7 +18,6 @@ import asyncio
 import contextlib
 import os
 import re
-import secrets
 import signal
 import time
 from collections import deque
@@ -40,16 +39,10 @@ from baton.node.start_stages import stage_of, summary_in
 from baton.up.fleet_plan import SERVING_ROLES, FleetPlan, PlannedProcess, RouterPorts
 from baton.up.health_watch import ANSWER_US, ASK_US, HealthWatch
 from baton.up.merged_log import LineSplitter, MergedLog
+from baton.up.process_environment import process_environments
 from baton.up.restarts import GiveUp, RestartAfter, RestartPolicy
 
 ROUTER = "router"
-KEY_VARIABLE, API_KEYS_VARIABLE, ADMIN_KEY_VARIABLE = "BATON_CLUSTER_KEY", "BATON_API_KEY", "BATON_ADMIN_KEY"
-METRICS_KEY_VARIABLE = "BATON_METRICS_KEY"
-STORE_VARIABLE = "BATON_KV_STORE"
-CONFIG_VARIABLE = "BATON_CONFIG"
-KV_EVENTS_VARIABLES = "BATON_KV_EVENTS_"
-"""Beginning of the variables of options that instances on one machine cannot share."""
-"""Not passed to children: the file has options that are not theirs, and theirs are in their command lines."""
 HELD_LINES_MAX = 40
 READ_BYTES = 64 * 1024
 LOOK_EVERY_S = 0.1
@@ -80,6 +73,7 @@ class SupervisedProcess:
     name: str
     serves: bool
     command: Callable[[], list[str]]
+    environment: Mapping[str, str]
     restarts: RestartPolicy
     process: asyncio.subprocess.Process | None = None
     given_up: bool = False
@@ -99,17 +93,8 @@ class Supervisor:
         self._plan = plan
         self._log = log
         self._cores = cores
-        self._environment = {**os.environ, KEY_VARIABLE: plan.cluster_key or secrets.token_hex(32), "COLUMNS": "500"}
-        if plan.api_keys:
-            self._environment[API_KEYS_VARIABLE] = " ".join(plan.api_keys)
-        if plan.admin_key is not None:
-            self._environment[ADMIN_KEY_VARIABLE] = plan.admin_key
-        metrics_key = plan.admin_key if plan.metrics_key is None else plan.metrics_key
-        if metrics_key is not None:
-            self._environment[METRICS_KEY_VARIABLE] = metrics_key
-        self._environment[STORE_VARIABLE] = plan.kv_store or ""  # empty means none, also where our own environment names one
-        for name in (CONFIG_VARIABLE, *(name for name in os.environ if name.startswith(KV_EVENTS_VARIABLES))):
-            self._environment.pop(name, None)
+        environments = process_environments(plan)
+        self._of_instances = environments.instance
         self._bind_to_parent = bound_to(os.getpid())
         self._ports = RouterPorts(plan.router_port)
         self._join = self._served = ""
@@ -119,7 +104,7 @@ class Supervisor:
         """Whether the banner was printed."""
         self.url = ""
         """Of the API; set when the router is up."""
-        self._router = self._child(ROUTER, False, lambda: plan.router_command(self._ports))
+        self._router = self._child(ROUTER, False, lambda: plan.router_command(self._ports), environments.router)
         self._members = [self._instance(member) for member in plan.members]
         self._stopping = asyncio.Event()
         self._at_once = asyncio.Event()
@@ -127,14 +112,17 @@ class Supervisor:
         """Set by every change that may end a wait."""
         self._readers: set[asyncio.Task[None]] = set()
 
-    def _child(self, name: str, serves: bool, command: Callable[[], list[str]]) -> SupervisedProcess:
-        return SupervisedProcess(name, serves, command, RestartPolicy(self._plan.restart_delay_us_max))
+    def _child(
+        self, name: str, serves: bool, command: Callable[[], list[str]], environment: Mapping[str, str]
+    ) -> SupervisedProcess:
+        return SupervisedProcess(name, serves, command, environment, RestartPolicy(self._plan.restart_delay_us_max))
 
     def _instance(self, member: PlannedProcess) -> SupervisedProcess:
         return self._child(
             member.name,
             member.role in SERVING_ROLES,
             lambda: self._plan.member_command(member, self._join, self._cores),
+            self._of_instances,
         )
 
     # ── life cycle ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -322,7 +310,7 @@ class Supervisor:
         child.output.clear()
         child.restarts.started()
         try:
-            process = await self._spawn(child.command())
+            process = await self._spawn(child)
         except OSError as error:
             child.output.append(f"cannot start a process: {error}")
             return EXIT_FAILED
@@ -340,13 +328,13 @@ class Supervisor:
         await asyncio.wait((reader,), timeout=LAST_LINES_S)
         return code
 
-    async def _spawn(self, command: list[str]) -> asyncio.subprocess.Process:
+    async def _spawn(self, child: SupervisedProcess) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
-            *command,
+            *child.command(),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env=self._environment,
+            env=child.environment,
             start_new_session=True,  # Ctrl-C goes to this process alone, which stops the others in order
             preexec_fn=self._bind_to_parent,
         )
