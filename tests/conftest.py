@@ -1,6 +1,7 @@
 """Where there is no GPU, kernels run in Triton's interpreter, which must be chosen before anything imports `triton`.
 
-And what a command sets up of the log is gone with its test: its standard error is.
+And what a command sets up of the log is gone with its test: its standard error is. Property tests have no limits of time: how
+long an example takes on a busy machine says nothing of the code.
 """
 
 from __future__ import annotations
@@ -11,6 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("baton", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("baton")
 
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
