@@ -1,9 +1,11 @@
-"""The whole engine against `transformers.generate`, and against itself in other batches."""
+"""The whole engine against `transformers.generate`, and against itself in other batches: in float64, and in bfloat16, where
+the native kernels add up every row in an order of its own."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -18,22 +20,46 @@ from baton.core.engine.worker import Deliver, Effect
 from baton.executor.cpu.executor import TorchCpuExecutor
 from tests.support.driver import Driver, submission
 
-BLOCKS, BLOCK_SIZE, SLOTS, CONTEXT = 96, 8, 6, 256
+BLOCKS, SLOTS, CONTEXT = 96, 6, 256
 VOCABULARY = 199
 
 
+@dataclass(frozen=True)
+class Model:
+    folder: Path
+    reference: LlamaForCausalLM
+    dtype: str
+    block_size: int
+
+    def load(self, *, slots: int, blocks: int) -> TorchCpuExecutor:
+        return TorchCpuExecutor.load(
+            self.folder, dtype=self.dtype, slots=slots, block_size=self.block_size, blocks=blocks, context_tokens=CONTEXT,
+            batch_invariant=True,
+        )  # fmt: skip
+
+
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LlamaForCausalLM]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return made_model(tmp_path_factory.mktemp("float64"), "float64", hidden=48, heads=6, block_size=8)
+
+
+@pytest.fixture(scope="module", params=["float64", "bfloat16"])
+def exact_model(request: pytest.FixtureRequest, model: Model, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    if request.param == "float64":
+        return model
+    return made_model(tmp_path_factory.mktemp("bfloat16"), "bfloat16", hidden=128, heads=4, block_size=16)
+
+
+def made_model(folder: Path, dtype: str, *, hidden: int, heads: int, block_size: int) -> Model:
     torch.manual_seed(3)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=48, intermediate_size=96, num_hidden_layers=3, num_attention_heads=6,
+        vocab_size=VOCABULARY, hidden_size=hidden, intermediate_size=96, num_hidden_layers=3, num_attention_heads=heads,
         num_key_value_heads=2, max_position_embeddings=CONTEXT, initializer_range=0.2, eos_token_id=None,
         bos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     reference = LlamaForCausalLM(config).to(torch.float64).eval()
-    folder = tmp_path_factory.mktemp("llama")
     reference.save_pretrained(folder)
-    return folder, reference
+    return Model(folder, reference, dtype, block_size)
 
 
 @pytest.fixture(scope="module")
@@ -44,19 +70,17 @@ def executors(model: tuple[Path, LlamaForCausalLM]) -> Iterator[list[TorchCpuExe
         executor.close()
 
 
-def engine(folder: Path, made: list[TorchCpuExecutor], step_tokens: int = 64, slots: int = SLOTS) -> Driver:
-    return Driver(*engine_parts(folder, made, step_tokens, slots))
+def engine(model: Model, made: list[TorchCpuExecutor], step_tokens: int = 64, slots: int = SLOTS) -> Driver:
+    return Driver(*engine_parts(model, made, step_tokens, slots))
 
 
 def engine_parts(
-    folder: Path, made: list[TorchCpuExecutor], step_tokens: int = 64, slots: int = SLOTS
+    model: Model, made: list[TorchCpuExecutor], step_tokens: int = 64, slots: int = SLOTS
 ) -> tuple[WorkerConfig, TorchCpuExecutor]:
-    executor = TorchCpuExecutor.load(
-        folder, dtype="float64", slots=slots, block_size=BLOCK_SIZE, blocks=BLOCKS, context_tokens=CONTEXT
-    )
+    executor = model.load(slots=slots, blocks=BLOCKS)
     made.append(executor)
     config = WorkerConfig(
-        slots=slots, blocks=BLOCKS, block_size=BLOCK_SIZE, context_tokens=CONTEXT, step_tokens=step_tokens, depth=2
+        slots=slots, blocks=BLOCKS, block_size=model.block_size, context_tokens=CONTEXT, step_tokens=step_tokens, depth=2
     )
     return config, executor
 
@@ -76,11 +100,10 @@ def prompts() -> list[list[int]]:
 
 @pytest.mark.parametrize("step_tokens", [7, 64, 256])
 def test_greedy_equals_generate_batched_chunked_and_with_a_warm_cache(
-    model: tuple[Path, LlamaForCausalLM], executors: list[TorchCpuExecutor], step_tokens: int
+    model: Model, executors: list[TorchCpuExecutor], step_tokens: int
 ) -> None:
-    folder, reference = model
-    driver = engine(folder, executors, step_tokens)
-    expected = [generate(reference, prompt, 24) for prompt in prompts()]
+    driver = engine(model, executors, step_tokens)
+    expected = [generate(model.reference, prompt, 24) for prompt in prompts()]
     for warm in (False, True):
         serials = [driver.submit(submission(prompt, 24))[0] for prompt in prompts()]
         driver.run()
@@ -90,9 +113,8 @@ def test_greedy_equals_generate_batched_chunked_and_with_a_warm_cache(
 
 
 def test_seeded_sampling_gives_the_same_tokens_alone_and_in_any_batch(
-    model: tuple[Path, LlamaForCausalLM], executors: list[TorchCpuExecutor]
+    exact_model: Model, executors: list[TorchCpuExecutor]
 ) -> None:
-    folder, _ = model
     samplings = [
         Sampling(seed=11),
         Sampling(seed=12, temperature=0.7, top_k=20),
@@ -104,12 +126,12 @@ def test_seeded_sampling_gives_the_same_tokens_alone_and_in_any_batch(
     asks = [submission(prompt, 20, sampling=s) for prompt, s in zip(prompts(), samplings * 2, strict=False)]
     alone = []
     for ask in asks:
-        driver = engine(folder, executors, slots=1)
+        driver = engine(exact_model, executors, slots=1)
         (serial,) = driver.submit(ask)
         driver.run()
         alone.append(driver.outputs[serial])
     for order in (asks, asks[::-1]):
-        driver = engine(folder, executors, step_tokens=19)
+        driver = engine(exact_model, executors, step_tokens=19)
         serials = [driver.submit(ask)[0] for ask in order]
         driver.run()
         together = [driver.outputs[serial] for serial in serials]
@@ -117,19 +139,18 @@ def test_seeded_sampling_gives_the_same_tokens_alone_and_in_any_batch(
 
 
 def test_choices_of_one_prompt_differ_from_each_other_and_equal_themselves_alone(
-    model: tuple[Path, LlamaForCausalLM], executors: list[TorchCpuExecutor]
+    exact_model: Model, executors: list[TorchCpuExecutor]
 ) -> None:
-    folder, _ = model
     prompt = prompts()[6]
     samplings = [Sampling(seed=9, choice=choice) for choice in range(3)]
-    driver = engine(folder, executors)
+    driver = engine(exact_model, executors)
     group = [submission(prompt, 16, name=f"{i}", sampling=s, leader="0" if i else None) for i, s in enumerate(samplings)]
     serials = driver.submit(*group)
     driver.run()
     together = [driver.outputs[serial] for serial in serials]
     assert len({tuple(tokens) for tokens in together}) == 3
     for sampling, tokens in zip(samplings, together, strict=True):
-        lone = engine(folder, executors)
+        lone = engine(exact_model, executors)
         (serial,) = lone.submit(submission(prompt, 16, sampling=sampling))
         lone.run()
         assert lone.outputs[serial] == tokens
@@ -150,22 +171,21 @@ class Listening(Driver):
 
 
 def test_an_answer_cut_at_any_token_goes_on_exactly_with_sampling_penalties_and_log_probabilities(
-    model: tuple[Path, LlamaForCausalLM], executors: list[TorchCpuExecutor]
+    exact_model: Model, executors: list[TorchCpuExecutor]
 ) -> None:
     """Each choice of a body is cut where it likes, and found at another instance among the others that were."""
-    folder, _ = model
     prompt, tokens = prompts()[0], 14
     shaped = [
         Sampling(seed=4, repetition_penalty=1.4, presence_penalty=0.6, frequency_penalty=0.5, logprobs=2),
         Sampling(seed=4, choice=1, temperature=0.8, top_k=30, stop_token_ids=tuple(range(150)), min_tokens=9, logprobs=0),
     ]
-    whole = Listening(*engine_parts(folder, executors))
+    whole = Listening(*engine_parts(exact_model, executors))
     group = [submission(prompt, tokens, name=f"{n}", sampling=s, leader="0" if n else None) for n, s in enumerate(shaped)]
     serials = whole.submit(*group)
     whole.run()
     answers = [whole.outputs[serial] for serial in serials]
     assert len(answers[0]) == tokens > len(answers[1]) >= 10, "the second one ends with the first stop token it may draw"
-    resumed = Listening(*engine_parts(folder, executors))
+    resumed = Listening(*engine_parts(exact_model, executors))
     asked = {}
     for cut in range(1, tokens):
         cuts = (cut, cut % (len(answers[1]) - 1))
@@ -186,11 +206,8 @@ def test_an_answer_cut_at_any_token_goes_on_exactly_with_sampling_penalties_and_
             assert resumed.ended[serial].reason is whole.ended[first].reason
 
 
-def test_an_abort_in_flight_leaves_others_exact(
-    model: tuple[Path, LlamaForCausalLM], executors: list[TorchCpuExecutor]
-) -> None:
-    folder, reference = model
-    driver = engine(folder, executors, step_tokens=16)
+def test_an_abort_in_flight_leaves_others_exact(model: Model, executors: list[TorchCpuExecutor]) -> None:
+    driver = engine(model, executors, step_tokens=16)
     serials = [driver.submit(submission(prompt, 24))[0] for prompt in prompts()]
     for _ in range(6):
         driver.tick(), driver.tick(), driver.settle_one()
@@ -199,15 +216,14 @@ def test_an_abort_in_flight_leaves_others_exact(
     driver.run()
     assert driver.ended[serials[0]].reason is FinishReason.ABORT
     for index in (1, 2, 4, 5, 6, 7, 8, 9):
-        assert driver.outputs[serials[index]] == generate(reference, prompts()[index], 24)
+        assert driver.outputs[serials[index]] == generate(model.reference, prompts()[index], 24)
     assert driver.worker.gauges().blocks.running == 0
 
 
 @pytest.mark.parametrize("seeded", [False, True])
 def test_preemption_on_a_pool_hardly_larger_than_one_request_changes_no_token(
-    model: tuple[Path, LlamaForCausalLM], executors: list[TorchCpuExecutor], seeded: bool
+    exact_model: Model, executors: list[TorchCpuExecutor], seeded: bool
 ) -> None:
-    folder, _ = model
     draws = random.Random(8)
     asks = [
         submission(
@@ -217,7 +233,8 @@ def test_preemption_on_a_pool_hardly_larger_than_one_request_changes_no_token(
         )
         for i in range(64)
     ]
-    roomy, tight = (_pool_of(folder, executors, blocks) for blocks in (64 * 8, 9))  # the largest needs 8 blocks of 8
+    largest = -(-(39 + 24) // exact_model.block_size)
+    roomy, tight = (_pool_of(exact_model, executors, blocks) for blocks in (64 * largest, largest + 1))
     runs = []
     for driver in (roomy, tight):
         serials = [driver.submit(ask)[0] for ask in asks]
@@ -229,14 +246,12 @@ def test_preemption_on_a_pool_hardly_larger_than_one_request_changes_no_token(
     assert runs[0] == runs[1]
 
 
-def _pool_of(folder: Path, made: list[TorchCpuExecutor], blocks: int) -> Driver:
-    executor = TorchCpuExecutor.load(
-        folder, dtype="float64", slots=64, block_size=BLOCK_SIZE, blocks=blocks, context_tokens=CONTEXT
-    )
+def _pool_of(model: Model, made: list[TorchCpuExecutor], blocks: int) -> Driver:
+    executor = model.load(slots=64, blocks=blocks)
     made.append(executor)
     return Driver(
         WorkerConfig(
-            slots=64, blocks=blocks, block_size=BLOCK_SIZE, context_tokens=CONTEXT, step_tokens=128,
+            slots=64, blocks=blocks, block_size=model.block_size, context_tokens=CONTEXT, step_tokens=128,
             reserve=ReservePolicy.NONE,
         ),
         executor, audited=False,

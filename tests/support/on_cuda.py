@@ -61,14 +61,20 @@ def on_cuda(
 
 
 def on_cpu(
-    name: str, shape: ExecutorShape, folder: Path, dtype: str = "float32", *, proposer: DraftProposer = NAIVE
+    name: str,
+    shape: ExecutorShape,
+    folder: Path,
+    dtype: str = "float32",
+    *,
+    invariant: bool = False,
+    proposer: DraftProposer = NAIVE,
 ) -> Executor:
     from baton.executor.cpu.executor import TorchCpuExecutor
 
     note_shape(folder, ModelShape(name))
     return TorchCpuExecutor.load(
         folder, dtype=dtype, slots=shape.slots, blocks=shape.blocks, block_size=shape.block_size,
-        context_tokens=shape.context_tokens, burst=shape.burst, proposer=proposer,
+        context_tokens=shape.context_tokens, burst=shape.burst, proposer=proposer, batch_invariant=invariant,
     )  # fmt: skip
 
 

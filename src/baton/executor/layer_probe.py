@@ -66,19 +66,17 @@ class LayerProbe:
         return given.shape == wanted.shape and bool((given - wanted).abs().max() <= tolerance * wanted.abs().max())
 
 
-def fuse_model(model: PreTrainedModel, layers: list[LayerSpec], kernels: NativeKernels) -> None:
-    """Replace, in place, the modules whose replacements agree with them, and log how many."""
-    dtype = kernels.dtype
-    if not can_pack(dtype):
-        log.info("layers run as transformers wrote them: no packed products for %s", dtype)
-        return
+def fuse_model(model: PreTrainedModel, layers: list[LayerSpec], kernels: NativeKernels) -> bool:
+    """Replace, in place, the modules whose replacements agree with them, and log how many. Whether all that adds up was
+    replaced, so that a row has the same bits in every batch."""
     with torch.inference_mode():
-        probe = take_probe(model, layers, dtype)
+        probe = take_probe(model, layers, kernels.dtype)
         fast = _replace_layers(model, layers, kernels, probe)
         norms = _replace_norms(model, kernels, probe)
-        packed = _pack_products(model, probe)
-        pack_head(model, kernels)
+        packed = _pack_products(model, kernels, probe)
+        head = pack_head(model, kernels)
     log.info("%d of %d layers fused; beside them %d norms and %d products", fast, len(layers), norms, packed)
+    return fast == len(layers) and norms == 1 and head  # one norm stands behind the layers
 
 
 def take_probe(model: PreTrainedModel, layers: list[LayerSpec], dtype: torch.dtype) -> LayerProbe:
@@ -171,11 +169,12 @@ def _replace_norms(model: PreTrainedModel, kernels: NativeKernels, probe: LayerP
     return replaced
 
 
-def _pack_products(model: PreTrainedModel, probe: LayerProbe) -> int:
+def _pack_products(model: PreTrainedModel, kernels: NativeKernels, probe: LayerProbe) -> int:
     """Pack the large products of layers that are not replaced."""
     packed = 0
     for name, module in list(model.named_modules()):
-        if type(module) is torch.nn.Linear and name in probe.seen and name.rpartition(".")[2] in PACKED_NAMES:
-            model.set_submodule(name, PackedLinear([module]))
+        is_large = type(module) is torch.nn.Linear and name in probe.seen and name.rpartition(".")[2] in PACKED_NAMES
+        if is_large and can_pack(module):
+            model.set_submodule(name, PackedLinear([module], kernels))
             packed += 1
     return packed

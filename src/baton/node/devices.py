@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from baton.core.config import BadConfig
 from baton.executor.torch_build import TorchBuild, cannot_import, has_nvidia_gpu, need_torch, remark_on
-from baton.node.settings import DeviceChoice, EngineSettings, SpeculateMethod
+from baton.node.settings import Attention, DeviceChoice, Dtype, EngineSettings, SpeculateMethod
 
 log = logging.getLogger("baton.engine")
 
@@ -92,8 +92,19 @@ def _check_fits(settings: EngineSettings, device: DeviceChoice) -> None:
         raise BadConfig(f"--dtype {settings.dtype} is not for {name}, which has {', '.join(DTYPES[device])}{found}")
     if device is DeviceChoice.CUDA:
         _check_drafts(settings, found)
-    if settings.batch_invariant and device is DeviceChoice.CPU:
-        raise BadConfig(f"--batch-invariant is for CUDA; on a CPU --dtype float64 makes answers exact{found}")
+    elif settings.batch_invariant:
+        _check_exact(settings, found)
+
+
+def _check_exact(settings: EngineSettings, found: str) -> None:
+    """On a CPU the native kernels are batch-invariant, and float64 gives equal tokens. The model is judged when loaded."""
+    if settings.dtype == Dtype.FLOAT64:
+        return
+    if settings.attention == Attention.GATHER or settings.dtype == Dtype.FLOAT16:
+        raise BadConfig(
+            "--batch-invariant on a CPU needs the native kernels: --dtype bfloat16 or float32 without --attention gather, "
+            f"or --dtype float64{found}"
+        )
 
 
 def _check_drafts(settings: EngineSettings, found: str) -> None:

@@ -119,6 +119,7 @@ def _on_cpu(
         kv_memory_bytes=CPU_KV_BYTES if settings.kv_memory_bytes is None else settings.kv_memory_bytes,
         context_tokens=settings.context_tokens,
         attention=settings.attention,
+        batch_invariant=settings.batch_invariant,
         allocate=allocate,
         burst=settings.burst,
         proposer=proposer,
@@ -127,7 +128,7 @@ def _on_cpu(
         on_stage=on_stage,
     )
     on_stage("trying a step")
-    return BuiltExecutor(executor, "CPU", executor.try_step(settings.step_tokens), executor.constraints)
+    return BuiltExecutor(executor, executor.details, executor.try_step(settings.step_tokens), executor.constraints)
 
 
 def constraint_backends(folder: Path, vocabulary: int) -> list[ConstraintBackend]:

@@ -439,7 +439,12 @@ class EngineSettings(SchedulerSettings, HandoverSettings, TierSettings, RecordSe
         Setting("attention", Panel.MODEL, "CPU: native (compiled), gather (plain torch). CUDA: triton. Or auto."),
     ] = Attention.AUTO
     batch_invariant: Annotated[
-        bool, Setting("batch-invariant", Panel.MODEL, "CUDA: the same bits whatever else is in the batch. Slower.")
+        bool,
+        Setting(
+            "batch-invariant",
+            Panel.MODEL,
+            "The same bits whatever else is in the batch. CUDA: slower. CPU: so anyway where possible; refused elsewhere.",
+        ),
     ] = False
     threads: Annotated[int | None, Setting("threads", Panel.MODEL, "CPU threads of the model. Default: one a core.", 1)] = (
         None

@@ -20,7 +20,8 @@ __attribute__((constructor)) static void planted() { open(MARK, O_CREAT | O_WRON
 SMALL = """
 #define KERNELS(suffix) \\
     void baton_attend_##suffix() {} void baton_write_##suffix() {} void baton_rotate_##suffix() {} \\
-    void baton_norm_##suffix() {} void baton_gate_##suffix() {} void baton_head_##suffix() {}
+    void baton_linear_##suffix() {} void baton_norm_##suffix() {} void baton_gate_##suffix() {} \\
+    void baton_head_##suffix() {} void baton_layer_##suffix() {}
 extern "C" { KERNELS(bf16) KERNELS(f32) }
 """
 """Compiles in a moment, and has every function."""

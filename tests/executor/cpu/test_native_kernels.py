@@ -14,7 +14,7 @@ from baton.core.config import BadConfig
 from baton.executor.cpu import native_kernels as native
 from baton.executor.cpu.executor import TorchCpuExecutor
 from baton.executor.cpu.native_attention import NativeAttention, can_serve
-from baton.executor.cpu.native_kernels import NativeKernels, RotateArguments, head_panels, load_kernels
+from baton.executor.cpu.native_kernels import NativeKernels, RotateArguments, load_kernels, packed
 from baton.executor.kv_pool import KvPool, LayerSpec
 from baton.executor.layer_probe import fuse_model, take_probe
 from baton.executor.model_loading import load_model
@@ -113,7 +113,7 @@ def test_norm_gate_rotation_and_head_agree_with_torch(kernels: NativeKernels, ro
     torch.testing.assert_close(kernels.gate(x, 0).float(), silu, **near)
     torch.testing.assert_close(kernels.gate(x, 1).float(), gelu, **near)
     outputs = torch.randn(70, 64).to(kernels.dtype)
-    logits = kernels.head(x, head_panels(outputs))[:, :70]
+    logits = kernels.head(x, packed(outputs))
     torch.testing.assert_close(logits, wide @ outputs.float().T, rtol=1e-4, atol=1e-4)
 
 

@@ -138,15 +138,18 @@ class TorchCpuExecutor:
         allocate: Allocate = zeroed,
         proposer: DraftProposer = NAIVE,
         constraints: CompiledConstraints = NO_CONSTRAINTS,
+        is_batch_invariant: bool = False,
     ) -> None:
         """With `kernels` attention is native, without them gathered; the pool's layout depends on which.
 
+        `is_batch_invariant` says that they compute the whole model, so that a row has the same bits in every batch.
         `proposer` is used only where the shape allows more than one token per decode, `constraints` where a request has one.
         """
         self.shape = shape
         self.vocabulary = loaded.vocabulary
         self.fingerprint = fingerprint
         self.kv_bytes_per_block = kv_bytes_per_block(loaded.layers, shape.block_size, loaded.dtype)
+        self.details = "CPU, batch-invariant" if is_batch_invariant else "CPU"
         self._model = loaded.model
         self._kernels = kernels
         self._logits_dtype = torch.float64 if loaded.dtype == torch.float64 else torch.float32
@@ -176,6 +179,7 @@ class TorchCpuExecutor:
         kv_memory_bytes: int = DEFAULT_KV_MEMORY_BYTES,
         context_tokens: int | None = None,
         attention: str = "auto",
+        batch_invariant: bool = False,
         allocate: Allocate = zeroed,
         burst: int = 1,
         proposer: DraftProposer = NAIVE,
@@ -184,11 +188,18 @@ class TorchCpuExecutor:
         on_stage: OnStage = no_stages,
     ) -> TorchCpuExecutor:
         """Load a model folder. `blocks` overrides `kv_memory_bytes`; the context defaults to the model's own. `backends`
-        makes those for constraints from the size of the vocabulary. `on_stage` is called by one thread at a time."""
+        makes those for constraints from the size of the vocabulary. `on_stage` is called by one thread at a time.
+        `batch_invariant` raises BadConfig where the kernels do not have the whole model; where they have it, a row has the
+        same bits in every batch anyway."""
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="baton-executor")
         try:
             prepared = thread.submit(_prepare, path, dtype, attention, block_size, context_tokens, on_stage)
-            loaded, kernels = prepared.result()
+            loaded, kernels, is_invariant = prepared.result()
+            if batch_invariant and not is_invariant and loaded.dtype is not torch.float64:
+                raise BadConfig(
+                    f"--batch-invariant cannot be had here for {loaded.model.config.model_type}: a part of it is left to "
+                    "torch (the log says which, at level info); --dtype float64 makes answers exact"
+                )
         except BaseException:
             thread.shutdown(wait=True)
             raise
@@ -204,7 +215,7 @@ class TorchCpuExecutor:
         layout = f"block outermost, {'gathered' if kernels is None else 'native'}, block_size={block_size}"
         constraints = CompiledConstraints(backends(loaded.vocabulary))
         fingerprint = fingerprint_model(path, dtype, layout)
-        return cls(loaded, shape, fingerprint, kernels, thread, allocate, proposer, constraints)
+        return cls(loaded, shape, fingerprint, kernels, thread, allocate, proposer, constraints, is_invariant)
 
     @property
     def kv(self) -> KvView:
@@ -427,8 +438,8 @@ class TorchCpuExecutor:
 
 def _prepare(
     path: Path, dtype: str, attention: str, block_size: int, context_tokens: int | None, on_stage: OnStage
-) -> tuple[LoadedModel, NativeKernels | None]:
-    """Load the model on the executor's thread, where all computing happens.
+) -> tuple[LoadedModel, NativeKernels | None, bool]:
+    """Load the model on the executor's thread, where all computing happens; with kernels, and whether they have all of it.
 
     OpenMP keeps a pool of threads for each thread that ever computed in parallel. With two pools on the same cores its
     threads sleep between operations, and every small operation waits for a wake-up.
@@ -436,7 +447,8 @@ def _prepare(
     _yield_to_others()  # before that pool is created: its threads inherit the niceness
     on_stage("loading the weights")
     loaded = load_model(path, dtype, context_tokens=context_tokens)
-    return loaded, _choose_kernels(attention, loaded, block_size, on_stage)
+    kernels = _choose_kernels(attention, loaded, block_size, on_stage)
+    return loaded, kernels, kernels is not None and fuse_model(loaded.model, loaded.layers, kernels)
 
 
 def _yield_to_others() -> None:
@@ -449,7 +461,7 @@ def _yield_to_others() -> None:
 
 
 def _choose_kernels(attention: str, loaded: LoadedModel, block_size: int, on_stage: OnStage) -> NativeKernels | None:
-    """The kernels for the requested attention, or for the best available; fuses the model where there are kernels."""
+    """The kernels for the requested attention, or for the best available."""
     if attention not in ATTENTIONS:
         raise ValueError(f"attention is one of {', '.join(ATTENTIONS)}, not {attention!r}")
     kernels = None if attention == "gather" else load_kernels(loaded.dtype, on_stage)
@@ -459,6 +471,4 @@ def _choose_kernels(attention: str, loaded: LoadedModel, block_size: int, on_sta
     if kernels is None and attention == "native":
         raise BadConfig(f"--attention native cannot be had for {loaded.model.config.model_type} here: the log says why")
     log.info("attention: %s", "gathered by torch" if kernels is None else "native, over blocks in place")
-    if kernels is not None:
-        fuse_model(loaded.model, loaded.layers, kernels)
     return kernels

@@ -3,10 +3,11 @@
 The common kind: a norm, grouped-query attention (with or without norms on queries and keys), a residual, a norm, a gated
 MLP, a residual. A layer qualifies by the names and types of its parts, and only if on a probe, with the model's own input,
 the replacement's output equals the original's. Other layers stay as `transformers` wrote them, slower; their large products
-are still packed.
+are still native.
 
-The gain: one product for Q, K and V, one for gate and up, weights packed once in the order of the CPU's matrix library, and
-native norms, rotations and gates instead of half a dozen passes each.
+The gain: one product for Q, K and V, one for gate and up, and native norms, rotations and gates instead of half a dozen
+passes each. The kernels give a row the same bits in every batch, which the matrix libraries of torch do not: a model whose
+layers, norms and products are all replaced is batch-invariant (see `layer_probe`).
 """
 
 from __future__ import annotations
@@ -19,15 +20,14 @@ import torch
 from transformers import PreTrainedModel
 from transformers.activations import GELUTanh, SiLUActivation
 
-from baton.executor.cpu.native_kernels import LANES, NativeKernels, RotateArguments, head_panels
+from baton.executor.cpu.native_attention import NativeAttention
+from baton.executor.cpu.native_kernels import LANES, LayerArguments, LinearMap, NativeKernels, RotateArguments, packed
 from baton.executor.kv_pool import LayerSpec
 from baton.executor.model_support import optional_attribute
 from baton.executor.paged_attention import AttentionCall, AttentionContext
 
 log = logging.getLogger(__name__)
 
-PACKED_ROWS = 64
-"""The batch size given to the packing; the resulting order works for every other size as well."""
 TOLERANCE = {torch.bfloat16: 3e-2, torch.float32: 1e-4}
 """Largest difference on the probe, relative to the largest value: rounding, not another formula."""
 
@@ -39,29 +39,35 @@ CARRIED_NAMES = ("attention_type", "layer_type", "layer_idx")
 
 
 class PackedLinear(torch.nn.Module):
-    """One linear map made of several, with weights packed for the CPU's matrix library."""
+    """One linear map made of several."""
 
-    def __init__(self, linears: list[torch.nn.Linear]) -> None:
+    def __init__(self, linears: list[torch.nn.Linear], kernels: NativeKernels) -> None:
         super().__init__()
-        weight = torch.cat([linear.weight.detach() for linear in linears])
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
-        self.bias = joined_bias(linears)
+        self._kernels = kernels
+        self._weights = packed(torch.cat([linear.weight.detach() for linear in linears]))
+        self._bias = joined_bias(linears)
+        self._dim = linears[0].in_features
+
+    @property
+    def linear_map(self) -> LinearMap:
+        bias = None if self._bias is None else self._bias.data_ptr()
+        return LinearMap(self._weights.panels.data_ptr(), bias, self._dim, self._weights.outputs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-        return out
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        return self._kernels.linear(rows, self._weights, self._bias).view(*x.shape[:-1], self._weights.outputs)
 
     def added(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """residual + map(x), rounded once."""
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.packed, self.bias, "add")
-        return out
+        """residual + map(x), rounded once. Both have contiguous rows."""
+        return self._kernels.linear(x, self._weights, self._bias, residual)
 
 
 def joined_bias(linears: list[torch.nn.Linear]) -> torch.Tensor | None:
+    """In float32; None if no map has one."""
     if all(linear.bias is None for linear in linears):
         return None
     biases = [linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias for linear in linears]
-    return torch.cat([bias.detach() for bias in biases])
+    return torch.cat([bias.detach() for bias in biases]).float()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +89,14 @@ class FastLayer(torch.nn.Module):
         self._index = index
         self._first = _norm(layer.get_submodule("input_layernorm"), offset)
         self._second = _norm(layer.get_submodule("post_attention_layernorm"), offset)
-        self._qkv = PackedLinear([linear_of(attention, name) for name in ("q_proj", "k_proj", "v_proj")])
-        self._o = PackedLinear([linear_of(attention, "o_proj")])
-        self._gate_up = PackedLinear([linear_of(mlp, name) for name in ("gate_proj", "up_proj")])
-        self._down = PackedLinear([linear_of(mlp, "down_proj")])
+        self._qkv = PackedLinear([linear_of(attention, name) for name in ("q_proj", "k_proj", "v_proj")], kernels)
+        self._o = PackedLinear([linear_of(attention, "o_proj")], kernels)
+        self._gate_up = PackedLinear([linear_of(mlp, name) for name in ("gate_proj", "up_proj")], kernels)
+        self._down = PackedLinear([linear_of(mlp, "down_proj")], kernels)
         self._gate_kind = gate_kind(mlp)
         self._heads = linear_of(attention, "q_proj").out_features // spec.key_dim
         self._qk_norms = _qk_norms(attention, offset)
+        self._arguments = self._layer_arguments()
         for name in CARRIED_NAMES:
             if (value := optional_attribute(layer, name, None)) is not None:
                 setattr(self, name, value)
@@ -103,10 +110,35 @@ class FastLayer(torch.nn.Module):
         **_: object,
     ) -> torch.Tensor:
         x = hidden_states[0]
+        if isinstance(paged, NativeAttention) and paged.takes_whole_layers:
+            return paged.whole_layer(self._index, self._arguments, x, *position_embeddings).unsqueeze(0)
         x = self._o.added(self._attend(x, position_embeddings, paged), x)
         normed = self._kernels.norm(x, self._second.weight, self._second.epsilon)
         gated = self._kernels.gate(self._gate_up(normed), self._gate_kind)
         return self._down.added(gated, x).unsqueeze(0)
+
+    def _layer_arguments(self) -> LayerArguments:
+        spec, (query_norm, key_norm) = self._spec, self._qk_norms
+        return LayerArguments(
+            first_norm=self._first.weight.data_ptr(),
+            second_norm=self._second.weight.data_ptr(),
+            query_norm=None if query_norm is None else query_norm.weight.data_ptr(),
+            key_norm=None if key_norm is None else key_norm.weight.data_ptr(),
+            qkv=self._qkv.linear_map,
+            o=self._o.linear_map,
+            gate_up=self._gate_up.linear_map,
+            down=self._down.linear_map,
+            first_epsilon=self._first.epsilon,
+            second_epsilon=self._second.epsilon,
+            qk_epsilon=0.0 if query_norm is None else query_norm.epsilon,
+            scaling=spec.scaling,
+            softcap=spec.softcap or 0.0,
+            window=spec.window or 0,
+            heads=self._heads,
+            kv_heads=spec.kv_heads,
+            dim=spec.key_dim,
+            gate_kind=self._gate_kind,
+        )
 
     def _attend(
         self, x: torch.Tensor, embeddings: tuple[torch.Tensor, torch.Tensor], paged: AttentionContext
@@ -163,12 +195,11 @@ class FastHead(torch.nn.Module):
     def __init__(self, head: torch.nn.Linear, kernels: NativeKernels) -> None:
         super().__init__()
         self._kernels = kernels
-        self._panels = head_panels(head.weight.detach())
-        self._outputs = head.out_features
+        self._weights = packed(head.weight.detach())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        logits = self._kernels.head(x.reshape(-1, x.shape[-1]).contiguous(), self._panels)[:, : self._outputs]
-        return logits.view(*x.shape[:-1], self._outputs) if logits.is_contiguous() else logits.unsqueeze(0)
+        logits = self._kernels.head(x.reshape(-1, x.shape[-1]).contiguous(), self._weights)
+        return logits.view(*x.shape[:-1], logits.shape[-1]) if logits.is_contiguous() else logits.unsqueeze(0)
 
 
 def linear_of(module: torch.nn.Module, name: str) -> torch.nn.Linear:
@@ -216,33 +247,27 @@ def has_common_parts(layer: torch.nn.Module, spec: LayerSpec) -> bool:
     )
     linears = [attention.get(name) for name in sorted(ATTENTION_PARTS)]
     linears += [mlp.get(name) for name in sorted(MLP_PARTS - {"act_fn"})]
-    widths = [
-        side
-        for linear in linears
-        if isinstance(linear, torch.nn.Linear)
-        for side in (linear.in_features, linear.out_features)
-    ]
     return (
         set(attention) in (ATTENTION_PARTS, ATTENTION_PARTS | {"q_norm", "k_norm"})
         and set(mlp) == MLP_PARTS
-        and len(widths) == 2 * len(linears)
-        and all(width % LANES == 0 for width in widths)
+        and all(isinstance(linear, torch.nn.Linear) and can_pack(linear) for linear in linears)
         and spec.key_dim == spec.value_dim
         and spec.key_dim % (2 * LANES) == 0
         and not spec.has_sinks
     )
 
 
-def can_pack(dtype: torch.dtype) -> bool:
-    if not torch._C._has_mkldnn or dtype not in TOLERANCE:
-        return False
-    return dtype is not torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+def can_pack(linear: torch.nn.Linear) -> bool:
+    """Whether the kernels can take this map: sizes must be multiples of a vector."""
+    return linear.in_features % LANES == 0 and linear.out_features % LANES == 0
 
 
-def pack_head(model: PreTrainedModel, kernels: NativeKernels) -> None:
-    """Pack the map to the vocabulary. The embedding keeps its own copy where the two are tied."""
+def pack_head(model: PreTrainedModel, kernels: NativeKernels) -> bool:
+    """Pack the map to the vocabulary if the kernels can take it. The embedding keeps a copy where the two are tied."""
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if not isinstance(head, torch.nn.Linear) or head.in_features % LANES:
-        return
-    if [name for name, _ in head.named_parameters()] == ["weight"]:
-        model.set_output_embeddings(FastHead(head, kernels))  # type: ignore[no-untyped-call]
+        return False
+    if [name for name, _ in head.named_parameters()] != ["weight"]:
+        return False
+    model.set_output_embeddings(FastHead(head, kernels))  # type: ignore[no-untyped-call]
+    return True

@@ -1,5 +1,8 @@
-// Paged attention and the small operations around it, for one CPU. Compiled at first use by native.py for the machine it
-// runs on; called through ctypes with plain pointers, so it knows nothing of torch.
+// Paged attention, linear maps and the small operations around them, for one CPU. Compiled at first use by native_kernels.py
+// for the machine it runs on; called through ctypes with plain pointers, so it knows nothing of torch.
+//
+// Every result is added up in an order that depends on its own row alone: a token has the same bits in a chunk, in a decode and
+// in any batch, with any number of threads.
 //
 // Numbers are bfloat16 or float32; sums are always float32. Vectors are GCC vector extensions of 16 floats, which the
 // compiler maps to what the machine has; only the bfloat16 dot product uses intrinsics, where there are some.
@@ -23,7 +26,7 @@ namespace {
 
 constexpr int LANES = 16;
 constexpr int TILE_KEYS = 128;  // keys scored before one softmax update; amortises loading and storing of outputs
-constexpr int HEAD_PANEL = 32;  // outputs of the map to the vocabulary that are computed together
+constexpr int PANEL = 32;       // outputs of a linear map that are computed together
 constexpr int TILE_ROWS = 48;   // query rows (tokens × heads of a group) that share one pass over the keys
 
 typedef float Vec __attribute__((vector_size(64), aligned(4)));
@@ -164,6 +167,17 @@ struct WriteArguments {
     int32_t threads;
 };
 
+// out[r] = x[r] · W + bias + residual[r], rounded once. W lies in panels of PANEL outputs.
+struct LinearArguments {
+    const void* x;  // [rows, dim], contiguous
+    const void* panels;
+    const float* bias;     // [panels × PANEL], or null
+    const void* residual;  // [rows, outputs], contiguous, or null
+    void* out;             // [rows, outputs], contiguous
+    int32_t rows, dim, outputs;
+    int32_t threads;
+};
+
 struct RotateArguments {
     void* qkv;  // [tokens, heads + 2 * kv_heads, dim]: q and k are rotated in place
     int64_t token_stride;
@@ -176,9 +190,49 @@ struct RotateArguments {
     int32_t threads;
 };
 
+// A linear map: W in panels of PANEL outputs, and its bias or null.
+struct Map {
+    const void* panels;
+    const float* bias;
+    int32_t dim, outputs;
+};
+
+// What of a decoder layer is the same in every step.
+struct LayerArguments {
+    const float* first_norm;
+    const float* second_norm;
+    const float* query_norm;  // or null
+    const float* key_norm;
+    Map qkv, o, gate_up, down;
+    void* keys;
+    void* values;
+    int64_t block_stride, key_head_stride, value_head_stride;
+    float first_epsilon, second_epsilon, qk_epsilon;
+    float scaling, softcap;
+    int32_t window, heads, kv_heads, dim, block_size, gate_kind;
+};
+
+// What of a step is the same in every layer.
+struct StepArguments {
+    const void* cosines;  // [tokens, dim]
+    const void* sines;
+    const int32_t* write_blocks;
+    const int32_t* write_offsets;
+    const int32_t* query_starts;
+    const int32_t* contexts;
+    const int32_t* tables;
+    int64_t table_stride;
+    void* scratch;  // LayerArguments' widths of each token, see `layer`
+    int32_t tokens, sequences;
+    int32_t threads;
+};
+
 }  // extern "C"
 
 namespace {
+
+// Each operation is a function with worksharing loops, which the threads of a team call together. An entry point makes a team
+// for one operation, or for a whole layer.
 
 // scores[r][j] = Q[r] · K[j] for PANELS × 16 keys
 template <typename T, int ROWS, int PANELS>
@@ -396,7 +450,8 @@ public:
         const Element* keys = static_cast<const Element*>(a_.keys) + kv_head_ * a_.key_head_stride;
         const Element* values = static_cast<const Element*>(a_.values) + kv_head_ * a_.value_head_stride;
         const int64_t last = (end - 1) / size;
-        for (int64_t block = lowest(0) / size; block <= last; block += blocks_a_tile) {
+        // Tiles begin at multiples of a tile, whatever the window: so a row adds up alike in a chunk and in a decode.
+        for (int64_t block = lowest(0) / TILE_KEYS * blocks_a_tile; block <= last; block += blocks_a_tile) {
             int64_t count = last - block + 1 < blocks_a_tile ? last - block + 1 : blocks_a_tile;
             for (int64_t b = 0; b < count; b++) {
                 fetch(values + table[block + b] * a_.block_stride, a_.value_dim);
@@ -416,7 +471,7 @@ public:
 };
 
 template <typename T>
-void attend(const AttentionArguments& a) {
+void attend_team(const AttentionArguments& a) {
     const int group = a.heads / a.kv_heads;
     const int tokens_a_unit = group < TILE_ROWS ? TILE_ROWS / group : 1;
     struct Piece { int sequence, first, count; };
@@ -427,25 +482,22 @@ void attend(const AttentionArguments& a) {
             pieces.push_back({s, first, length - first < tokens_a_unit ? length - first : tokens_a_unit});
     }
     const int units = static_cast<int>(pieces.size()) * a.kv_heads;
-#pragma omp parallel num_threads(a.threads)
-    {
-        Scratch<T> scratch(tokens_a_unit * group, a.key_dim, a.value_dim);
+    Scratch<T> scratch(tokens_a_unit * group, a.key_dim, a.value_dim);
 #pragma omp for schedule(dynamic, 1)
-        for (int u = units - 1; u >= 0; u--) {  // late pieces see the most keys: begin with them
-            const Piece& piece = pieces[u / a.kv_heads];
-            Unit<T>(a, scratch, piece.sequence, u % a.kv_heads, piece.first, piece.count).run();
-        }
+    for (int u = units - 1; u >= 0; u--) {  // late pieces see the most keys: begin with them
+        const Piece& piece = pieces[u / a.kv_heads];
+        Unit<T>(a, scratch, piece.sequence, u % a.kv_heads, piece.first, piece.count).run();
     }
 }
 
 template <typename T>
-void write_kv(const WriteArguments& w) {
+void write_team(const WriteArguments& w) {
     typedef typename T::Element Element;
     const Element* key = static_cast<const Element*>(w.key);
     const Element* value = static_cast<const Element*>(w.value);
     Element* keys = static_cast<Element*>(w.keys);
     Element* values = static_cast<Element*>(w.values);
-#pragma omp parallel for schedule(static) num_threads(w.threads) if (w.tokens > 8)
+#pragma omp for schedule(static)
     for (int t = 0; t < w.tokens; t++) {
         const int64_t block = w.blocks[t] * w.block_stride;
         const int64_t offset = w.offsets[t];
@@ -483,9 +535,9 @@ void rotate_head(typename T::Element* x, const typename T::Element* cosines, con
 }
 
 template <typename T>
-void rotate(const RotateArguments& r) {
+void rotate_team(const RotateArguments& r) {
     typedef typename T::Element Element;
-#pragma omp parallel for schedule(static) num_threads(r.threads) if (r.tokens > 8)
+#pragma omp for schedule(static)
     for (int t = 0; t < r.tokens; t++) {
         Element* row = static_cast<Element*>(r.qkv) + t * r.token_stride;
         const Element* cosines = static_cast<const Element*>(r.cosines) + static_cast<int64_t>(t) * r.dim;
@@ -496,11 +548,11 @@ void rotate(const RotateArguments& r) {
 }
 
 template <typename T>
-void norm(const void* x_, const float* weight, void* out_, int64_t rows, int dim, float epsilon, int threads) {
+void norm_team(const void* x_, const float* weight, void* out_, int64_t rows, int dim, float epsilon) {
     typedef typename T::Element Element;
     const Element* x = static_cast<const Element*>(x_);
     Element* out = static_cast<Element*>(out_);
-#pragma omp parallel for schedule(static) num_threads(threads) if (rows > 8)
+#pragma omp for schedule(static)
     for (int64_t row = 0; row < rows; row++) {
         const Element* from = x + row * dim;
         Vec squares = splat(0.0f);
@@ -514,11 +566,11 @@ inline Vec sigmoid(Vec x) { return 1.0f / (1.0f + exponential(-x)); }
 
 // out = activation(gate) * up, where a row holds gate and up side by side. kind 0: silu, 1: gelu in its tanh form.
 template <typename T>
-void gate(const void* x_, void* out_, int64_t rows, int dim, int kind, int threads) {
+void gate_team(const void* x_, void* out_, int64_t rows, int dim, int kind) {
     typedef typename T::Element Element;
     const Element* x = static_cast<const Element*>(x_);
     Element* out = static_cast<Element*>(out_);
-#pragma omp parallel for schedule(static) num_threads(threads) if (rows > 4)
+#pragma omp for schedule(static)
     for (int64_t row = 0; row < rows; row++) {
         const Element* gates = x + row * 2 * dim;
         for (int d = 0; d < dim; d += LANES) {
@@ -530,34 +582,125 @@ void gate(const void* x_, void* out_, int64_t rows, int dim, int kind, int threa
     }
 }
 
-// out[r] = x[r] · W in float32, W in panels of HEAD_PANEL outputs laid out as the keys of a block are.
+// out[r] = x[r] · W in float32, W in panels of PANEL outputs laid out as the keys of a block are.
 template <typename T>
-void head(const void* x_, const void* panels_, float* out, int rows, int dim, int panels, int threads) {
+void head_team(const void* x_, const void* panels_, float* out, int rows, int dim, int panels) {
     typedef typename T::Element Element;
     const Element* x = static_cast<const Element*>(x_);
     const Element* all = static_cast<const Element*>(panels_);
-#pragma omp parallel for schedule(static) num_threads(threads)
+#pragma omp for schedule(static)
     for (int p = 0; p < panels; p++)
-        score_block<T>(x, rows, all + static_cast<int64_t>(p) * HEAD_PANEL * dim, dim, HEAD_PANEL, out + p * HEAD_PANEL,
-                       panels * HEAD_PANEL);
+        score_block<T>(x, rows, all + static_cast<int64_t>(p) * PANEL * dim, dim, PANEL, out + p * PANEL, panels * PANEL);
 }
+
+constexpr int LINEAR_ROWS = 96;  // rows that share one pass over a panel
+
+template <typename T>
+inline void give_line(const LinearArguments& a, const float* sums, int row, int first) {
+    typedef typename T::Element Element;
+    const int64_t at = static_cast<int64_t>(row) * a.outputs + first;
+    const Element* residual = a.residual ? static_cast<const Element*>(a.residual) + at : nullptr;
+    Element* out = static_cast<Element*>(a.out) + at;
+    const int count = a.outputs - first < PANEL ? a.outputs - first : PANEL;
+    for (int j = 0; j < count; j += LANES) {
+        Vec x = load(sums + j);
+        if (a.bias) x += load(a.bias + first + j);
+        if (residual) x += T::load16(residual + j);
+        T::store16(out + j, x);
+    }
+}
+
+template <typename T>
+void linear_team(const LinearArguments& a) {
+    typedef typename T::Element Element;
+    const Element* x = static_cast<const Element*>(a.x);
+    const Element* all = static_cast<const Element*>(a.panels);
+    const int panels = (a.outputs + PANEL - 1) / PANEL;
+    const int pieces = (a.rows + LINEAR_ROWS - 1) / LINEAR_ROWS;
+    float sums[LINEAR_ROWS * PANEL];
+#pragma omp for schedule(static)
+    for (int unit = 0; unit < panels * pieces; unit++) {
+        const int panel = unit / pieces, first = unit % pieces * LINEAR_ROWS;
+        const int count = a.rows - first < LINEAR_ROWS ? a.rows - first : LINEAR_ROWS;
+        score_block<T>(x + static_cast<int64_t>(first) * a.dim, count, all + static_cast<int64_t>(panel) * PANEL * a.dim, a.dim,
+                       PANEL, sums, PANEL);
+        for (int r = 0; r < count; r++) give_line<T>(a, sums + r * PANEL, first + r, panel * PANEL);
+    }
+}
+
+template <typename T>
+inline void map_team(const Map& map, const void* x, const void* residual, void* out, int rows) {
+    linear_team<T>({x, map.panels, map.bias, residual, out, rows, map.dim, map.outputs, 0});
+}
+
+// One decoder layer of the common kind, x and out [tokens, width].
+template <typename T>
+void layer_team(const LayerArguments& l, const StepArguments& s, const void* x, void* out) {
+    typedef typename T::Element Element;
+    const int64_t tokens = s.tokens;
+    const int width = l.qkv.dim, inner = l.down.dim, heads_width = l.heads * l.dim;
+    Element* normed = static_cast<Element*>(s.scratch);
+    Element* qkv = normed + tokens * width;
+    Element* attended = qkv + tokens * l.qkv.outputs;
+    Element* middle = attended + tokens * heads_width;
+    Element* both = middle + tokens * width;
+    Element* gated = both + tokens * 2 * inner;
+    const Element* key = qkv + heads_width;
+    const Element* value = key + l.kv_heads * l.dim;
+
+    norm_team<T>(x, l.first_norm, normed, tokens, width, l.first_epsilon);
+    map_team<T>(l.qkv, normed, nullptr, qkv, s.tokens);
+    rotate_team<T>({qkv, l.qkv.outputs, s.cosines, s.sines, l.query_norm, l.key_norm, l.qk_epsilon, s.tokens, l.heads,
+                    l.kv_heads, l.dim, 0});
+    write_team<T>({key, value, l.qkv.outputs, l.dim, l.qkv.outputs, l.dim, l.keys, l.values, l.block_stride, l.key_head_stride,
+                   l.value_head_stride, s.write_blocks, s.write_offsets, s.tokens, l.kv_heads, l.dim, l.dim, l.block_size, 0});
+    attend_team<T>({qkv, l.qkv.outputs, l.dim, attended, l.keys, l.values, l.block_stride, l.key_head_stride,
+                    l.value_head_stride, s.query_starts, s.contexts, s.tables, s.table_stride, nullptr, s.sequences, l.heads,
+                    l.kv_heads, l.dim, l.dim, l.block_size, l.window, l.scaling, l.softcap, 0});
+    map_team<T>(l.o, attended, x, middle, s.tokens);
+    norm_team<T>(middle, l.second_norm, normed, tokens, width, l.second_epsilon);
+    map_team<T>(l.gate_up, normed, nullptr, both, s.tokens);
+    gate_team<T>(both, gated, tokens, inner, l.gate_kind);
+    map_team<T>(l.down, gated, middle, out, s.tokens);
+}
+
+template <typename Work>
+inline void in_team(int threads, Work work) {
+#pragma omp parallel num_threads(threads)
+    work();
+}
+
+// For small operations, where few rows are not worth waking other threads.
+inline int threads_for(int64_t rows, int threads) { return rows > 8 ? threads : 1; }
 
 }  // namespace
 
 // The same entry points for both number formats.
 #define BATON_ENTRIES(SUFFIX, TYPE)                                                                                       \
-    void baton_attend_##SUFFIX(const AttentionArguments* a) { attend<TYPE>(*a); }                                         \
-    void baton_write_##SUFFIX(const WriteArguments* w) { write_kv<TYPE>(*w); }                                            \
-    void baton_rotate_##SUFFIX(const RotateArguments* r) { rotate<TYPE>(*r); }                                            \
+    void baton_attend_##SUFFIX(const AttentionArguments* a) {                                                             \
+        in_team(a->threads, [=] { attend_team<TYPE>(*a); });                                                              \
+    }                                                                                                                     \
+    void baton_write_##SUFFIX(const WriteArguments* w) {                                                                  \
+        in_team(threads_for(w->tokens, w->threads), [=] { write_team<TYPE>(*w); });                                       \
+    }                                                                                                                     \
+    void baton_rotate_##SUFFIX(const RotateArguments* r) {                                                                \
+        in_team(threads_for(r->tokens, r->threads), [=] { rotate_team<TYPE>(*r); });                                      \
+    }                                                                                                                     \
     void baton_norm_##SUFFIX(const void* x, const float* weight, void* out, int64_t rows, int dim, float epsilon,         \
                              int threads) {                                                                               \
-        norm<TYPE>(x, weight, out, rows, dim, epsilon, threads);                                                          \
+        in_team(threads_for(rows, threads), [=] { norm_team<TYPE>(x, weight, out, rows, dim, epsilon); });                \
     }                                                                                                                     \
     void baton_gate_##SUFFIX(const void* x, void* out, int64_t rows, int dim, int kind, int threads) {                    \
-        gate<TYPE>(x, out, rows, dim, kind, threads);                                                                     \
+        in_team(threads_for(rows, threads), [=] { gate_team<TYPE>(x, out, rows, dim, kind); });                           \
     }                                                                                                                     \
     void baton_head_##SUFFIX(const void* x, const void* panels, float* out, int rows, int dim, int count, int threads) {  \
-        head<TYPE>(x, panels, out, rows, dim, count, threads);                                                            \
+        in_team(threads, [=] { head_team<TYPE>(x, panels, out, rows, dim, count); });                                     \
+    }                                                                                                                     \
+    void baton_linear_##SUFFIX(const LinearArguments* a) {                                                                \
+        in_team(a->threads, [=] { linear_team<TYPE>(*a); });                                                              \
+    }                                                                                                                     \
+    void baton_layer_##SUFFIX(const LayerArguments* l, const StepArguments* s, const void* x, void* out) {                \
+        in_team(s->threads, [=] { layer_team<TYPE>(*l, *s, x, out); });                                                   \
     }
 
 extern "C" {

@@ -1,4 +1,5 @@
-"""Paged attention by the native kernels: reads blocks where they lie, for chunks and decodes alike.
+"""Paged attention by the native kernels: reads blocks where they lie, for chunks and decodes alike; and whole decoder layers
+around it, where nobody waits for the KV of each.
 
 K and V of a block are stored in an order of their own (see kernels.cpp), so a pool works with one kind of attention only,
 which the fingerprint of an executor names.
@@ -10,7 +11,15 @@ import ctypes
 
 import torch
 
-from baton.executor.cpu.native_kernels import LANES, TILE_KEYS, AttentionArguments, NativeKernels, WriteArguments
+from baton.executor.cpu.native_kernels import (
+    LANES,
+    TILE_KEYS,
+    AttentionArguments,
+    LayerArguments,
+    NativeKernels,
+    StepArguments,
+    WriteArguments,
+)
 from baton.executor.kv_pool import LayerKv, LayerSpec
 from baton.executor.packing import PackedBatch
 from baton.executor.paged_attention import AttentionCall, LayerWritten
@@ -47,6 +56,39 @@ class NativeAttention:
             tokens=batch.tokens,
             threads=threads,
         )
+        self._step = StepArguments(
+            write_blocks=self._write.blocks,
+            write_offsets=self._write.offsets,
+            query_starts=self._read.query_starts,
+            contexts=self._read.contexts,
+            tables=self._read.tables,
+            table_stride=self._read.table_stride,
+            tokens=batch.tokens,
+            sequences=len(batch.contexts),
+            threads=threads,
+        )
+        self._scratch: torch.Tensor | None = None
+
+    @property
+    def takes_whole_layers(self) -> bool:
+        """Otherwise the KV of a layer is announced before its attention is computed, so that it can leave meanwhile."""
+        return self._written is None
+
+    def whole_layer(
+        self, index: int, layer: LayerArguments, x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor
+    ) -> torch.Tensor:
+        kv, step = self._kv[index], self._step
+        layer.keys, layer.key_head_stride, layer.block_stride = kv.keys.data_ptr(), kv.keys.stride(1), kv.keys.stride(0)
+        layer.values, layer.value_head_stride = kv.values.data_ptr(), kv.values.stride(1)
+        layer.block_size = kv.keys.shape[2]
+        step.cosines, step.sines = cosines.data_ptr(), sines.data_ptr()
+        step.scratch = self._room(x, len(x) * layer.scratch_width).data_ptr()
+        return self._kernels.layer(layer, step, x)
+
+    def _room(self, x: torch.Tensor, numbers: int) -> torch.Tensor:
+        if self._scratch is None or self._scratch.numel() < numbers:
+            self._scratch = x.new_empty(numbers)
+        return self._scratch
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         kv = self._kv[call.layer]

@@ -16,6 +16,7 @@ import platform
 import shutil
 import subprocess
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -31,7 +32,7 @@ FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "
 COMPILE_S_MAX = 300
 LANES = 16
 TILE_KEYS = 128
-HEAD_PANEL = 32
+PANEL = 32
 SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 
 _Pointer = ctypes.c_void_p
@@ -95,6 +96,20 @@ class WriteArguments(ctypes.Structure):
     ]
 
 
+class LinearArguments(ctypes.Structure):
+    _fields_ = [
+        ("x", _Pointer),
+        ("panels", _Pointer),
+        ("bias", _Pointer),
+        ("residual", _Pointer),
+        ("out", _Pointer),
+        ("rows", _Int),
+        ("dim", _Int),
+        ("outputs", _Int),
+        ("threads", _Int),
+    ]
+
+
 class RotateArguments(ctypes.Structure):
     _fields_ = [
         ("qkv", _Pointer),
@@ -112,6 +127,65 @@ class RotateArguments(ctypes.Structure):
     ]
 
 
+class LinearMap(ctypes.Structure):
+    _fields_ = [("panels", _Pointer), ("bias", _Pointer), ("dim", _Int), ("outputs", _Int)]
+
+
+class LayerArguments(ctypes.Structure):
+    """What of a decoder layer is the same in every step."""
+
+    _fields_ = [
+        ("first_norm", _Pointer),
+        ("second_norm", _Pointer),
+        ("query_norm", _Pointer),
+        ("key_norm", _Pointer),
+        ("qkv", LinearMap),
+        ("o", LinearMap),
+        ("gate_up", LinearMap),
+        ("down", LinearMap),
+        ("keys", _Pointer),
+        ("values", _Pointer),
+        ("block_stride", _Stride),
+        ("key_head_stride", _Stride),
+        ("value_head_stride", _Stride),
+        ("first_epsilon", _Float),
+        ("second_epsilon", _Float),
+        ("qk_epsilon", _Float),
+        ("scaling", _Float),
+        ("softcap", _Float),
+        ("window", _Int),
+        ("heads", _Int),
+        ("kv_heads", _Int),
+        ("dim", _Int),
+        ("block_size", _Int),
+        ("gate_kind", _Int),
+    ]
+
+    @property
+    def scratch_width(self) -> int:
+        """Numbers of working memory for each token: as `layer_team` divides it."""
+        return int(2 * self.qkv.dim + self.qkv.outputs + self.heads * self.dim + 3 * self.down.dim)
+
+
+class StepArguments(ctypes.Structure):
+    """What of a step is the same in every layer."""
+
+    _fields_ = [
+        ("cosines", _Pointer),
+        ("sines", _Pointer),
+        ("write_blocks", _Pointer),
+        ("write_offsets", _Pointer),
+        ("query_starts", _Pointer),
+        ("contexts", _Pointer),
+        ("tables", _Pointer),
+        ("table_stride", _Stride),
+        ("scratch", _Pointer),
+        ("tokens", _Int),
+        ("sequences", _Int),
+        ("threads", _Int),
+    ]
+
+
 class NativeKernels:
     """The compiled functions for one number format. Tensors must stay alive and have the layout each method names."""
 
@@ -121,16 +195,45 @@ class NativeKernels:
         self.attend = library[f"baton_attend_{suffix}"]
         self.write = library[f"baton_write_{suffix}"]
         self.rotate = library[f"baton_rotate_{suffix}"]
+        self._linear = library[f"baton_linear_{suffix}"]
+        self._layer = library[f"baton_layer_{suffix}"]
         self._norm = library[f"baton_norm_{suffix}"]
         self._gate = library[f"baton_gate_{suffix}"]
         self._head = library[f"baton_head_{suffix}"]
-        for function in (self.attend, self.write, self.rotate):
+        for function in (self.attend, self.write, self.rotate, self._linear):
             function.restype = None
             function.argtypes = [_Pointer]
-        self._norm.restype = self._gate.restype = self._head.restype = None
+        self._norm.restype = self._gate.restype = self._head.restype = self._layer.restype = None
+        self._layer.argtypes = [_Pointer, _Pointer, _Pointer, _Pointer]
         self._head.argtypes = [_Pointer, _Pointer, _Pointer, _Int, _Int, _Int, _Int]
         self._norm.argtypes = [_Pointer, _Pointer, _Pointer, _Stride, _Int, _Float, _Int]
         self._gate.argtypes = [_Pointer, _Pointer, _Stride, _Int, _Int, _Int]
+
+    def linear(
+        self, x: torch.Tensor, weights: PackedWeights, bias: torch.Tensor | None, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x · W + bias + residual of contiguous rows, rounded once; `bias` is float32."""
+        rows, dim = x.shape
+        out = x.new_empty(rows, weights.outputs)
+        arguments = LinearArguments(
+            x=x.data_ptr(),
+            panels=weights.panels.data_ptr(),
+            bias=None if bias is None else bias.data_ptr(),
+            residual=None if residual is None else residual.data_ptr(),
+            out=out.data_ptr(),
+            rows=rows,
+            dim=dim,
+            outputs=weights.outputs,
+            threads=torch.get_num_threads(),
+        )
+        self._linear(ctypes.addressof(arguments))
+        return out
+
+    def layer(self, layer: LayerArguments, step: StepArguments, x: torch.Tensor) -> torch.Tensor:
+        """A whole decoder layer over contiguous rows; writes the KV of the step into the pool."""
+        out = torch.empty_like(x)
+        self._layer(ctypes.addressof(layer), ctypes.addressof(step), x.data_ptr(), out.data_ptr())
+        return out
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         """Root-mean-square norm of the rows of a contiguous x; `weight` is float32."""
@@ -147,21 +250,32 @@ class NativeKernels:
         self._gate(x.data_ptr(), out.data_ptr(), rows, width // 2, kind, torch.get_num_threads())
         return out
 
-    def head(self, x: torch.Tensor, panels: torch.Tensor) -> torch.Tensor:
-        """float32 products of contiguous rows with panels as `head_panels` makes them, padding included."""
+    def head(self, x: torch.Tensor, weights: PackedWeights) -> torch.Tensor:
+        """The products of contiguous rows in float32."""
         rows, dim = x.shape
-        out = torch.empty(rows, len(panels) * HEAD_PANEL, dtype=torch.float32)
+        count = len(weights.panels)
+        out = torch.empty(rows, count * PANEL, dtype=torch.float32)
         threads = torch.get_num_threads()
-        self._head(x.data_ptr(), panels.data_ptr(), out.data_ptr(), rows, dim, len(panels), threads)
-        return out
+        self._head(x.data_ptr(), weights.panels.data_ptr(), out.data_ptr(), rows, dim, count, threads)
+        return out[:, : weights.outputs]
 
 
-def head_panels(weight: torch.Tensor) -> torch.Tensor:
-    """[outputs, dim] weights as [panels, dim / pair, HEAD_PANEL, pair]; zeros fill the last panel."""
+@dataclass(frozen=True, slots=True)
+class PackedWeights:
+    """Weights of a linear map in the order in which the kernels read them."""
+
+    panels: torch.Tensor
+    """[panels, dim / pair, PANEL, pair]; zeros fill the last panel"""
+    outputs: int
+
+
+def packed(weight: torch.Tensor) -> PackedWeights:
+    """Of [outputs, dim] weights; `dim` is even."""
     pair = 2 if weight.dtype is torch.bfloat16 else 1
-    missing = -len(weight) % HEAD_PANEL
+    missing = -len(weight) % PANEL
     padded = torch.cat([weight, weight.new_zeros(missing, weight.shape[1])]) if missing else weight
-    return padded.view(-1, HEAD_PANEL, weight.shape[1] // pair, pair).transpose(1, 2).contiguous()
+    panels = padded.view(-1, PANEL, weight.shape[1] // pair, pair).transpose(1, 2).contiguous()
+    return PackedWeights(panels, len(weight))
 
 
 def load_kernels(dtype: torch.dtype, on_stage: OnStage = no_stages) -> NativeKernels | None:
