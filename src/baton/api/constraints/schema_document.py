@@ -46,6 +46,20 @@ class SchemaDocument:
         """`place`: a path that begins with the base already."""
         return ConstraintRefused(self._field, place, reason)
 
+    def nearest(self, path: str) -> str:
+        """As much of the path as leads somewhere: schemas that were worked out may have places that the document has not."""
+        found, taken = self.root, ""
+        for step in path.split("/")[1:]:
+            name = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, dict) and name in found:
+                found = found[name]
+            elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+                found = found[int(name)]
+            else:
+                break
+            taken = f"{taken}/{step}"
+        return taken
+
     def target(self, reference: str, path: str) -> tuple[object, str]:
         """The schema, and its place."""
         address, _, fragment = reference.partition("#")
