@@ -16,6 +16,7 @@ import pytest
 from msgspec.structs import replace
 from tokenizers import Tokenizer
 
+from baton.api.constraint_cache import Outcome
 from baton.api.constraint_compiler import CompileOutcome
 from baton.api.constraint_jobs import ConstraintJob
 from baton.api.constraints.schema_writer import OPEN_NAMES_MAX
@@ -30,6 +31,7 @@ from baton.node import constraint_workers
 from baton.node.available_memory import available_bytes
 from baton.node.constraint_messages import GrammarCompiled, GrammarRefused, MaskComputed
 from baton.node.constraint_worker import ConstraintChecker, RankedTokens, longest_first, strings_first
+from baton.node.constraint_worker_process import WorkerUnavailable
 from baton.node.constraint_workers import ConstraintWorkers
 from baton.node.scripted_text import BYTE_VOCABULARY, write_byte_tokenizer
 
@@ -423,6 +425,27 @@ async def test_no_mask_is_told_for_another_version_or_outputs_that_are_not_permi
     assert await workers.mask_digest(replace(constraint, version="0.1"), a) == b""
     assert await workers.mask_digest(replace(constraint, backend="xgrammar"), a) == b""
     assert await workers.mask_digest(replace(constraint, source="{"), a) == b""
+
+
+@pytest.mark.parametrize(("failures", "is_told"), [(constraint_workers.MASK_TRIES - 1, True), (9, False)])
+async def test_a_busy_machine_is_asked_for_a_mask_again(
+    workers: ConstraintWorkers, monkeypatch: pytest.MonkeyPatch, failures: int, is_told: bool
+) -> None:
+    constraint = await workers.compile("a", regex("x"), "field")
+    assert constraint is not None
+    ask, left = workers._ask, failures
+
+    async def busy(job: bytes) -> Outcome | bytes:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            raise WorkerUnavailable("the machine is busy")
+        return await ask(job)
+
+    monkeypatch.setattr(workers, "_ask", busy)
+    monkeypatch.setattr(constraint_workers, "MASK_PAUSE_S", 0.0)
+    assert bool(await workers.mask_digest(constraint, [])) == is_told
+    assert failures - left == constraint_workers.MASK_TRIES
 
 
 async def test_where_no_worker_can_be_had_no_mask_is_told(tmp_path: Path) -> None:
