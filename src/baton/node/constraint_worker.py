@@ -13,6 +13,7 @@ Whoever asks for a constraint may wait for this process to start, so it imports 
 from __future__ import annotations
 
 import os
+import re
 import resource
 import signal
 import sys
@@ -47,6 +48,7 @@ MEMORY_BYTES = 512 << 20
 """What compiling may take beside the tokenizer."""
 STACK_BYTES = 4 << 20
 """Of the thread that compiles."""
+OVERLAPPING = re.compile(r"patternProperty regexes /\^\(\?:(.*)\)\$/ and /\^\(\?:(.*)\)\$/ are not disjoint", re.DOTALL)
 TRIED_TOKENS = 128
 """Tokens of an answer that are tried: a grammar may be short and its masks dear, or dearer with every token."""
 
@@ -130,6 +132,8 @@ def reason_of(error: ConstraintError) -> str:
     reason = str(error).partition("\n")[0]  # what follows describes the parser
     if "Current row has" in reason:
         return "too many alternatives may come next at one place of an answer"
+    if found := OVERLAPPING.search(reason):
+        return f"'patternProperties': a name may match both {found[1]!r} and {found[2]!r}"
     return reason
 
 

@@ -46,8 +46,9 @@ class SchemaDocument:
         """`place`: a path that begins with the base already."""
         return ConstraintRefused(self._field, place, reason)
 
-    def nearest(self, path: str) -> str:
-        """As much of the path as leads somewhere: schemas that were worked out may have places that the document has not."""
+    def nearest(self, path: str) -> tuple[str, object]:
+        """As much of the path as leads somewhere, and what is there: schemas that were worked out may have places that the
+        document has not."""
         found, taken = self.root, ""
         for step in path.split("/")[1:]:
             name = step.replace("~1", "/").replace("~0", "~")
@@ -58,7 +59,7 @@ class SchemaDocument:
             else:
                 break
             taken = f"{taken}/{step}"
-        return taken
+        return taken, found
 
     def target(self, reference: str, path: str) -> tuple[object, str]:
         """The schema, and its place."""

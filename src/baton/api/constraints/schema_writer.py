@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from baton.api.constraints.patterns import is_writable
 from baton.api.constraints.schema_document import SchemaDocument, escaped
-from baton.api.constraints.schema_reader import SchemaReader
+from baton.api.constraints.schema_reader import RESTRICTING, SchemaReader
 from baton.api.constraints.shape_algebra import value_of
 from baton.api.constraints.shapes import (
     NOTHING,
@@ -72,11 +72,11 @@ class SchemaWriter:
                 definitions[short] = self._node(self._reader.resolve(name), name if name.startswith("/") else "")
                 done += 1
         if written is False:
-            raise self._document.refused("", "no value that ends satisfies the schema")
+            raise self._endless(root)
         return ExactSchema(written, definitions)
 
     def _refused(self, path: str, reason: str) -> ConstraintRefused:
-        return self._document.refused(self._document.nearest(path), reason)
+        return self._document.refused(self._document.nearest(path)[0], reason)
 
     # Which references describe values that end.
 
@@ -115,6 +115,30 @@ class SchemaWriter:
                 return all(map(self._ends, needed))
             case _:
                 return True
+
+    def _endless(self, node: Node) -> ConstraintRefused:
+        """The refusal of a schema without values that end, with the place that has none."""
+        path, seen = "", set[str]()
+        while (step := self._endless_step(node, seen)) is not None:
+            node = step[1]
+            path += step[0]
+        path, schema = self._document.nearest(path)
+        words = [word for word in schema if word in RESTRICTING] if isinstance(schema, dict) else []
+        named = ", ".join(f"'{word}'" for word in words)
+        reason = f"{named}: no value that ends satisfies the schema" if named else "no value that ends satisfies the schema"
+        return self._document.refused(path, reason)
+
+    def _endless_step(self, node: Node, seen: set[str]) -> tuple[str, Node] | None:
+        """A part that every value has, and where it stands; None: there is no such part."""
+        match node:
+            case (Reference(name=name),) if name not in seen:
+                seen.add(name)
+                return "", self._reader.resolve(name)
+            case (ObjectShape() as shape,):
+                parts = ((f"/properties/{escaped(name)}", value_of(shape, name)) for name in shape.required)
+                return next((part for part in parts if not self._ends(part[1])), None)
+            case _:
+                return None
 
     # Writing.
 
