@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -222,7 +222,7 @@ class XgrammarMatcher:
         return False
 
 
-BACKENDS: dict[tuple[str, str], type[Backend]] = {
+BACKENDS: dict[tuple[str, str], Callable[[Tokenizer, int, int], Backend]] = {
     ("llguidance", "gate"): ServedBackend,
     ("llguidance", "raw"): LlguidanceBackend,
     ("xgrammar", "gate"): XgrammarBackend,
