@@ -237,10 +237,11 @@ def test_more_optional_properties_than_a_matcher_can_hold_are_refused_by_name(
     assert place is None or f"at {place}:" in answer.message
 
 
-def test_patterns_of_names_that_overlap_are_refused_with_the_keyword_and_the_patterns(folder: Path) -> None:
-    answer = answer_to(folder, {"type": "object", "patternProperties": {"^a": {"type": "null"}, "b$": {"type": "string"}}})
+def test_patterns_of_names_that_overlap_are_refused_with_the_place_and_the_patterns(folder: Path) -> None:
+    inner = {"type": "object", "patternProperties": {"^x$": True, "^a": {"type": "null"}, "b$": {"type": "string"}}}
+    answer = answer_to(folder, {"type": "array", "items": inner})
     assert isinstance(answer, GrammarRefused)
-    assert "'patternProperties': a name may match both 'a" in answer.message
+    assert "'patternProperties' at /items/patternProperties: a name may match two patterns '^a', 'b$'" in answer.message
 
 
 def test_a_place_with_too_many_alternatives_behind_a_string_is_met_by_the_trial(folder: Path) -> None:

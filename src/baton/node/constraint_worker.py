@@ -26,6 +26,7 @@ from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
 from baton.api.constraint_jobs import ConstraintJob, MaskJob, decode_job
+from baton.api.constraints.schema_document import overlapping_patterns
 from baton.api.constraints.wanted import ConstraintRefused
 from baton.core.bounds import CONSTRAINT_CHARS_MAX
 from baton.executor.constraints.constraint_error import ConstraintError
@@ -85,7 +86,7 @@ class ConstraintChecker:
         try:
             self.begin_answer(source, TRIED_TOKENS)
         except ConstraintError as error:
-            return GrammarRefused(job.field or None, f"The constraint cannot be enforced: {reason_of(error)}")
+            return GrammarRefused(job.field or None, f"The constraint cannot be enforced: {reason_of(error, job)}")
         return GrammarCompiled(source)
 
     def _digest(self, job: MaskJob) -> bytes:
@@ -127,13 +128,16 @@ class ConstraintChecker:
             raise ConstraintError(matcher.get_error())
 
 
-def reason_of(error: ConstraintError) -> str:
+def reason_of(error: ConstraintError, job: ConstraintJob) -> str:
     """What a client is told."""
     reason = str(error).partition("\n")[0]  # what follows describes the parser
     if "Current row has" in reason:
         return "too many alternatives may come next at one place of an answer"
     if found := OVERLAPPING.search(reason):
-        return f"'patternProperties': a name may match both {found[1]!r} and {found[2]!r}"
+        place = overlapping_patterns([job.value, *(tool.parameters for tool in job.tools)], found.groups())
+        at, patterns = ("", []) if place is None else place
+        where = f" at {at[at.index('/', 1) :]}" if at else ""  # without the number of the schema
+        return f"'patternProperties'{where}: a name may match two patterns {', '.join(map(repr, patterns))}".rstrip()
     return reason
 
 
