@@ -1,8 +1,9 @@
 """The child process of `constraints`: compiles schemas with one backend, walks their instances and writes an answer to each.
 
 One line of JSON goes out for each schema, so that the parent knows which one a crash or a time-out belongs to. A schema goes
-through the gate first unless the child is told to take it as it is. Times are the least of
-three fresh runs, so that other load on the machine falls out.
+through the gate first unless the child is told to take it as it is; with llguidance it then goes the whole way to being
+served: the limits of time, the trial and the limits of matchers are those of `baton serve`. Times are the least of three
+fresh runs, so that other load on the machine falls out.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import json
 import random
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,9 +23,15 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
+from baton.api.constraint_jobs import ConstraintJob
 from baton.api.constraints.lark_text import JSON_OPTIONS
 from baton.api.constraints.schema_gate import checked_schema
-from baton.api.constraints.wanted import ConstraintRefused
+from baton.api.constraints.wanted import ConstraintKind, ConstraintRefused
+from baton.executor.constraints.constraint_error import ConstraintError
+from baton.executor.constraints.llguidance_grammars import compiled, matching_tokenizer, parser_limits
+from baton.node.constraint_messages import GrammarRefused
+from baton.node.constraint_worker import ConstraintChecker
+from baton.node.constraint_workers import CPU_S_MAX
 
 TOKENS_MAX = 2_000
 WALKED_CHARS_MAX = 20_000
@@ -47,19 +55,79 @@ class Matcher(Protocol):
 
     def may_end(self) -> bool: ...
 
+    def has_failed(self) -> bool:
+        """Whether it gave up, at a limit of its own."""
+        ...
+
+
+class Backend(Protocol):
+    def gated(self, schema: Schema) -> Schema:
+        """What the gate makes of a schema. Raises ConstraintRefused."""
+
+    def check(self, schema: Schema) -> None:
+        """What is asked of a schema beyond the gate before it is served. Raises NotCompiled."""
+
+    def compile(self, schema: Schema) -> Matcher:
+        """`schema`: as it is, or as the gate made it. Raises NotCompiled."""
+
 
 class NotCompiled(Exception):
     """The message is the backend's."""
 
 
+def _rewritten(schema: Schema) -> Schema:
+    return checked_schema(schema, "schema").written()
+
+
+class ServedBackend:
+    """llguidance behind the gate, as `baton serve` uses it."""
+
+    def __init__(self, tokenizer: Tokenizer, vocabulary: int, eos: int) -> None:
+        self._tokenizer = matching_tokenizer(Tokenizer.from_str(tokenizer.to_str()), vocabulary, [eos])
+        self._vocabulary = vocabulary
+        with tempfile.TemporaryDirectory() as folder:
+            tokenizer.save(f"{folder}/tokenizer.json")
+            (Path(folder) / "config.json").write_text(json.dumps({"eos_token_id": eos}))
+            self._checker = ConstraintChecker(Path(folder))
+
+    def gated(self, schema: Schema) -> Schema:
+        return _job(schema).grammar({})
+
+    def check(self, schema: Schema) -> None:
+        began_s = time.process_time()
+        answer = self._checker.answer(_job(schema).encode())
+        if isinstance(answer, GrammarRefused):
+            raise NotCompiled(answer.message)
+        if time.process_time() - began_s > CPU_S_MAX:
+            raise NotCompiled(f"it takes more than {CPU_S_MAX:g} s of CPU time")
+
+    def compile(self, schema: Schema) -> Matcher:
+        try:
+            return LlguidanceMatcher(compiled(self._tokenizer, schema), self._vocabulary)
+        except ConstraintError as error:
+            raise NotCompiled(str(error)) from error
+
+
+def _job(schema: Schema) -> ConstraintJob:
+    return ConstraintJob(ConstraintKind.JSON_SCHEMA, schema, "schema")
+
+
 class LlguidanceBackend:
+    """Without the gate."""
+
     def __init__(self, tokenizer: Tokenizer, vocabulary: int, eos: int) -> None:
         import llguidance
 
         self._library = llguidance
         self._tokenizer = llguidance.LLTokenizer(tokenizer.to_str(), n_vocab=vocabulary, eos_token=eos)
-        self._limits = llguidance.LLParserLimits(verbose_errors=False)
+        self._limits = parser_limits()
         self._vocabulary = vocabulary
+
+    def gated(self, schema: Schema) -> Schema:
+        return _rewritten(schema)
+
+    def check(self, schema: Schema) -> None:
+        """Nothing."""
 
     def compile(self, schema: Schema) -> Matcher:
         written = {**schema, "x-guidance": JSON_OPTIONS} if isinstance(schema, dict) else schema
@@ -88,6 +156,9 @@ class LlguidanceMatcher:
     def may_end(self) -> bool:
         return bool(self._matcher.is_accepting())
 
+    def has_failed(self) -> bool:
+        return bool(self._matcher.is_error())
+
 
 class XgrammarBackend:
     def __init__(self, tokenizer: Tokenizer, vocabulary: int, eos: int) -> None:
@@ -102,6 +173,12 @@ class XgrammarBackend:
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
         self._vocabulary = vocabulary
         self._eos = eos
+
+    def gated(self, schema: Schema) -> Schema:
+        return _rewritten(schema)
+
+    def check(self, schema: Schema) -> None:
+        """Nothing."""
 
     def compile(self, schema: Schema) -> Matcher:
         try:
@@ -141,8 +218,16 @@ class XgrammarMatcher:
         bits = self._bitmask.numpy().view(np.uint8).reshape(-1)
         return bool(np.unpackbits(bits, bitorder="little")[self._eos])
 
+    def has_failed(self) -> bool:
+        return False
 
-BACKENDS = {"llguidance": LlguidanceBackend, "xgrammar": XgrammarBackend}
+
+BACKENDS: dict[tuple[str, str], Callable[[Tokenizer, int, int], Backend]] = {
+    ("llguidance", "gate"): ServedBackend,
+    ("llguidance", "raw"): LlguidanceBackend,
+    ("xgrammar", "gate"): XgrammarBackend,
+    ("xgrammar", "raw"): XgrammarBackend,
+}
 
 
 class Walks:
@@ -189,42 +274,45 @@ class SchemaRun:
         self._tokenizer, self._matchers, self._walks = tokenizer, matchers, walks
 
     def measured(self, row: Schema, judge: Any) -> dict[str, Any]:
-        found: dict[str, Any] = {"wrong_accepts": 0, "wrong_rejects": 0, "valid": 0, "invalid": 0}
+        found: dict[str, Any] = {"wrong_accepts": 0, "wrong_rejects": 0, "valid": 0, "invalid": 0, "failed": 0}
         masks: list[float] = []
         for test in row["tests"]:
             is_valid = test["valid"]
-            is_accepted = self._accepts(test["data"], masks if is_valid else None)
+            is_accepted, has_failed = self._accepts(test["data"], masks if is_valid else None)
+            found["failed"] += has_failed
             found["valid" if is_valid else "invalid"] += 1
             found["wrong_accepts"] += is_accepted and not is_valid
             found["wrong_rejects"] += is_valid and not is_accepted
         if self._walks is not None:
-            tokens = self._walks.answer(self._matchers[0].copy(), seed=1)
+            matcher = self._matchers[0].copy()
+            tokens = self._walks.answer(matcher, seed=1)
+            found["failed"] += matcher.has_failed()
             found["is_finished"] = tokens is not None
             found["is_invalid"] = tokens is not None and not _is_valid(judge, self._walks.text(tokens))
         return found | {"mask_us": masks}
 
-    def _accepts(self, data: object, masks: list[float] | None) -> bool:
-        """The time of each mask is appended to `masks`."""
+    def _accepts(self, data: object, masks: list[float] | None) -> tuple[bool, bool]:
+        """Whether it is accepted, and whether the matcher gave up. The time of each mask is appended to `masks`."""
         text = json.dumps(data, ensure_ascii=False)[:WALKED_CHARS_MAX]
         tokens = self._tokenizer.encode(text, add_special_tokens=False).ids
         if masks is None:
             matcher = self._matchers[0].copy()
-            return all(map(matcher.take, tokens)) and matcher.may_end()
+            return all(map(matcher.take, tokens)) and matcher.may_end(), matcher.has_failed()
         walks = [_walked(made.copy(), tokens) for made in self._matchers]
-        masks += [min(times) for times in zip(*(times for times, _ in walks), strict=True)]
-        return walks[0][1]
+        masks += [min(times) for times in zip(*(times for times, _, __ in walks), strict=True)]
+        return walks[0][1:]
 
 
-def _walked(matcher: Matcher, tokens: list[int]) -> tuple[list[float], bool]:
-    """Microseconds of each mask, and whether the tokens are accepted as a whole."""
+def _walked(matcher: Matcher, tokens: list[int]) -> tuple[list[float], bool, bool]:
+    """Microseconds of each mask, whether the tokens are accepted as a whole, and whether the matcher gave up."""
     times: list[float] = []
     for token in tokens:
         began = time.perf_counter()
         matcher.mask()
         times.append((time.perf_counter() - began) * 1e6)
         if not matcher.take(token):
-            return times, False
-    return times, matcher.may_end()
+            return times, False, matcher.has_failed()
+    return times, matcher.may_end(), matcher.has_failed()
 
 
 def _judge_of(schema: dict[str, Any] | bool) -> Any:
@@ -242,15 +330,19 @@ def _is_valid(judge: Any, text: str) -> bool:
         return False
 
 
-def _measured(row: Schema, backend: Any, tokenizer: Tokenizer, walks: Walks | None, has_gate: bool) -> dict[str, Any]:
+def measured(row: Schema, backend: Backend, tokenizer: Tokenizer, walks: Walks | None, has_gate: bool) -> dict[str, Any]:
+    """What is found of one row: a schema with its instances."""
     schema, gate_us = row["schema"], 0.0
     began = time.perf_counter()
     if has_gate:
         try:
-            schema = checked_schema(schema, "schema").written()
+            schema = backend.gated(schema)
+            gate_us = (time.perf_counter() - began) * 1e6
+            backend.check(row["schema"])
         except ConstraintRefused as error:
             return {"refused": error.reason, "path": error.path}
-        gate_us = (time.perf_counter() - began) * 1e6
+        except NotCompiled as error:
+            return {"not_compiled": str(error)[:200]}
     matchers, compile_us = [], []
     for _ in range(RUNS):
         began = time.perf_counter()
@@ -271,11 +363,11 @@ def main(arguments: list[str]) -> None:
     name, file, end, gate = arguments
     tokenizer = Tokenizer.from_file(str(Path(file)))
     vocabulary, eos = tokenizer.get_vocab_size(), int(end)
-    backend = BACKENDS[name](tokenizer, vocabulary, eos)
+    backend = BACKENDS[name, gate](tokenizer, vocabulary, eos)
     walks = Walks(tokenizer, vocabulary, eos) if (name, gate) == ("llguidance", "gate") else None
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, SCHEMA_S_MAX)
-        sys.stdout.write(json.dumps(_measured(json.loads(line), backend, tokenizer, walks, gate == "gate")) + "\n")
+        sys.stdout.write(json.dumps(measured(json.loads(line), backend, tokenizer, walks, gate == "gate")) + "\n")
         sys.stdout.flush()
 
 

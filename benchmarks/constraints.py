@@ -1,8 +1,10 @@
 """llguidance and xgrammar on JSON schemas: compile time, mask time, wrong accepts and rejects, crashes, answers that end.
 
 Each backend gets the schemas twice: as Baton's gate rewrites them, and as they are. A child process does the work, and is
-started again behind a schema that crashed it or took too long. Random answers are written
-with llguidance behind the gate only: that is what is served.
+started again behind a schema that crashed it or took too long. Random answers are written with llguidance behind the gate
+only: that is what is served, and judged. A wrong accept, a matcher that gives up, an answer that ended and is not valid, a
+crash or a time-out is a failure; of a file of schemas, so are fewer than 90 % accepted or fewer than 95 % of their answers
+ended.
 """
 
 from __future__ import annotations
@@ -24,14 +26,27 @@ import typer
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from baton.bench.machine import describe_machine
 from benchmarks.bfcl import BfclCounts, bfcl_counts, show_bfcl
 from benchmarks.options import JsonIfGiven
-from benchmarks.runner import BadBenchmarkOptions, Columns, Experiment, MeasurementFailed, Progress, run_benchmark, table_of
+from benchmarks.runner import (
+    BadBenchmarkOptions,
+    Columns,
+    Experiment,
+    MeasurementFailed,
+    Progress,
+    Report,
+    run_benchmark,
+    table_of,
+)
 
 VOCABULARY = 32_000
 END = "<|end|>"
+SUITE = "suite"
 SIDES = (("llguidance", "gate"), ("llguidance", "raw"), ("xgrammar", "raw"), ("xgrammar", "gate"))
+SERVED = SIDES[0]
+ACCEPTED_MIN = 0.9
+FINISHED_MIN = 0.95
+"""Of accepted schemas."""
 BACKEND_NAMES = ("llguidance", "xgrammar")
 
 Row = dict[str, Any]
@@ -52,6 +67,9 @@ class BackendCounts(msgspec.Struct, frozen=True):
     wrong_accepts: int
     schemas_with_wrong_accepts: int
     wrong_rejects: int
+    failed: int
+    """Instances and random answers in which the matcher gave up."""
+    schemas_with_failed: list[str]
     gate_us: tuple[float, float]
     """Median and 99th percentile."""
     compile_us: tuple[float, float]
@@ -62,8 +80,7 @@ class BackendCounts(msgspec.Struct, frozen=True):
     """Schemas whose answer ended and is not valid."""
 
 
-class ConstraintsReport(msgspec.Struct, frozen=True):
-    machine: dict[str, str | int | float]
+class ConstraintsReport(Report, kw_only=True):
     vocabulary: int
     sides: dict[str, list[BackendCounts]]
     """By file of schemas."""
@@ -118,7 +135,7 @@ def _inputs(schemas: Path | None, suite: Path | None) -> dict[str, list[Row]]:
             raise BadBenchmarkOptions(f"{path} does not exist")
     inputs = {} if schemas is None else {schemas.name: _rows_of(schemas)}
     if suite is not None:
-        inputs["suite"] = list(_suite_rows(suite))
+        inputs[SUITE] = list(suite_rows(suite))
     return inputs
 
 
@@ -127,7 +144,7 @@ def _rows_of(file: Path) -> list[Row]:
         return [json.loads(line) for line in lines]
 
 
-def _suite_rows(folder: Path) -> Iterator[Row]:
+def suite_rows(folder: Path) -> Iterator[Row]:
     """The required tests: files of the folder itself."""
     for file in sorted(folder.glob("*.json")):
         for case in json.loads(file.read_text()):
@@ -147,7 +164,7 @@ def _report(
         counts = bfcl_counts(bfcl)
         progress.done()
     if not inputs:
-        return ConstraintsReport(describe_machine(), 0, {}, counts)
+        return ConstraintsReport(vocabulary=0, sides={}, bfcl=counts)
     return msgspec.structs.replace(_measured(inputs, chosen, tokenizer, progress), bfcl=counts)
 
 
@@ -168,10 +185,13 @@ def _measured(
             for backend, gate in chosen:
                 progress.doing(f"{name}: {backend}, {gate}")
                 results = _results(rows, [backend, str(path), str(end), gate])
-                sides.setdefault(name, []).append(_counted(backend, gate, rows, results))
+                sides.setdefault(name, []).append(counted(backend, gate, rows, results))
                 progress.say(str(sides[name][-1]))
                 progress.done()
-        return ConstraintsReport(describe_machine(), tokenizer.get_vocab_size(), sides)
+        failures = [
+            text for name, found in sides.items() for side in found for text in judged(side, has_floors=name != SUITE)
+        ]
+        return ConstraintsReport(vocabulary=tokenizer.get_vocab_size(), sides=sides, failures=failures)
 
 
 def _train(path: Path) -> None:
@@ -223,7 +243,7 @@ def _child_results(rows: Sequence[Row], arguments: list[str]) -> list[Row]:
     return [*results, {how: child.returncode}]
 
 
-def _counted(backend: str, gate: str, rows: Sequence[Row], results: Sequence[Row]) -> BackendCounts:
+def counted(backend: str, gate: str, rows: Sequence[Row], results: Sequence[Row]) -> BackendCounts:
     done = [result for result in results if "compile_us" in result]
     reasons = [result.get("refused") or result.get("not_compiled") for result in results]
     masks = [mask for result in done for mask in result["mask_us"]]
@@ -241,6 +261,8 @@ def _counted(backend: str, gate: str, rows: Sequence[Row], results: Sequence[Row
         wrong_accepts=sum(result["wrong_accepts"] for result in done),
         schemas_with_wrong_accepts=sum(result["wrong_accepts"] > 0 for result in done),
         wrong_rejects=sum(result["wrong_rejects"] for result in done),
+        failed=sum(result["failed"] for result in done),
+        schemas_with_failed=[row["name"] for row, result in named if result.get("failed")],
         gate_us=_middle_and_high([result["gate_us"] for result in done]),
         compile_us=_middle_and_high([result["compile_us"] for result in done]),
         mask_us=_middle_and_high(masks),
@@ -248,6 +270,24 @@ def _counted(backend: str, gate: str, rows: Sequence[Row], results: Sequence[Row
         finished=sum(result.get("is_finished", False) for result in done),
         finished_invalid=[row["name"] for row, result in named if result.get("is_invalid")],
     )
+
+
+def judged(side: BackendCounts, has_floors: bool) -> list[str]:
+    """What is wrong with the side that is served; of another side, nothing is asked."""
+    if (side.backend, side.schemas) != SERVED:
+        return []
+    counts = {
+        "wrong accepts": side.wrong_accepts,
+        f"matchers that gave up ({', '.join(side.schemas_with_failed)})": side.failed,
+        f"answers that ended and are not valid ({', '.join(side.finished_invalid)})": len(side.finished_invalid),
+        "crashes and time-outs": len(side.crashed) + len(side.timed_out),
+    }
+    found = [f"{count} {what}" for what, count in counts.items() if count]
+    if has_floors and side.accepted < ACCEPTED_MIN * side.count:
+        found.append(f"{side.accepted} of {side.count} schemas accepted, fewer than {ACCEPTED_MIN:.0%}")
+    if has_floors and side.finished < FINISHED_MIN * side.accepted:
+        found.append(f"{side.finished} of {side.accepted} answers ended, fewer than {FINISHED_MIN:.0%}")
+    return found
 
 
 def _middle_and_high(values: list[float]) -> tuple[float, float]:
@@ -264,6 +304,7 @@ def _show(console: Console, report: ConstraintsReport) -> None:
         ("crashes, time-outs", lambda side: f"{len(side.crashed)}, {len(side.timed_out)}"),
         ("wrong accepts", lambda side: f"{side.wrong_accepts} of {side.invalid}"),
         ("wrong rejects", lambda side: f"{side.wrong_rejects} of {side.valid}"),
+        ("matchers that gave up", lambda side: f"{side.failed}"),
         ("compile µs p50/p99", lambda side: _pair(side.compile_us)),
         ("mask µs p50/p99", lambda side: _pair(side.mask_us)),
         ("finished, invalid", lambda side: f"{side.finished}, {len(side.finished_invalid)}" if side.finished else "–"),
@@ -276,6 +317,8 @@ def _show(console: Console, report: ConstraintsReport) -> None:
 
     if report.bfcl is not None:
         show_bfcl(console, report.bfcl)
+    for failure in report.failures:
+        console.print(failure, style="red", markup=False, highlight=False, soft_wrap=True)
 
 
 def _pair(values: tuple[float, float]) -> str:

@@ -15,6 +15,7 @@ from baton.core.engine.request import Constraint
 from tests.api.compiler import GrammarsOnly
 from tests.api.conftest import Served, serving
 from tests.api.engine import ScriptedEngine
+from tests.api.tokenizers_made_here import TEMPLATE, byte_level
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
@@ -89,6 +90,24 @@ def test_a_response_format_beside_a_forced_call_has_nothing_to_apply_to(
         assert served.chat(tools=[TOOL], tool_choice="required", response_format=RESPONSE_FORMAT).status == 200
     (job,) = compiler.jobs
     assert (job.kind, job.tool_choice, job.tool_parser) == (None, "required", ToolParserChoice.LLAMA3_JSON)
+
+
+@pytest.mark.parametrize("tools", [ToolParserChoice.NONE, ToolParserChoice.PYTHONIC, ToolParserChoice.HERMES])
+def test_a_forced_call_of_a_model_that_writes_channels_is_found(tools: ToolParserChoice) -> None:
+    tokenizer = byte_level()
+    text = ModelText(tokenizer, chat_template=TEMPLATE, eos_ids=[tokenizer.token_to_id("<|system|>")])
+    call = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"n": 1}'
+    answer = f"<|channel|>analysis<|message|>hm<|end|><|start|>assistant{call}"
+    engine = ScriptedEngine(lambda _: [*text.encode(answer), min(text.eos_ids)], vocabulary=320)
+    channels = ApiSettings(served_model_names=("tiny",), tool_parser=tools, reasoning_parser=ReasoningParserChoice.GPT_OSS)
+    compiler = GrammarsOnly()
+    with serving(engine, text, channels, compiler=compiler) as served:
+        reply = served.chat(tools=[TOOL], tool_choice="required", max_tokens=200)
+    (job,) = compiler.jobs
+    assert job.tool_parser is ToolParserChoice.GPT_OSS
+    message = reply.json()["choices"][0]["message"]
+    assert [(one["function"]["name"], one["function"]["arguments"]) for one in message["tool_calls"]] == [("f", '{"n": 1}')]
+    assert message["reasoning_content"] == "hm"
 
 
 def test_other_dialects_ask_by_their_own_names(engine: ScriptedEngine, text: ModelText, settings: ApiSettings) -> None:

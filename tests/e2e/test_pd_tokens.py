@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import jsonschema_rs
 import pytest
 
 from baton.kv.transfer_contract import available
@@ -46,6 +48,17 @@ BODIES: list[Body] = [
 """Greedy and seeded, one to many chunks, shared beginnings, several choices, several prompts."""
 PROMPTS = sum(len(body["prompt"]) if isinstance(body["prompt"][0], list) else 1 for body in BODIES)
 """Of several choices the first one is handed over, and the others share its KV."""
+
+FORM = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "colour": {"enum": ["red", "green"]},
+        "old": {"type": "boolean"},
+    },
+    "required": ["name", "colour", "old"],
+    "additionalProperties": False,
+}
 
 
 @pytest.fixture(scope="module", params=["scripted", pytest.param("tiny", marks=pytest.mark.slow)])
@@ -96,6 +109,25 @@ def test_kv_may_travel_by_mooncake(model: tuple[str, ...], expected: list[list[l
         assert all_at_once(server.url, BODIES) == expected
         assert handed_over(server) > 0
         running.settle()
+
+
+@pytest.mark.parametrize("taker", [0, 1], ids=["shm", "tcp"])
+def test_a_constrained_answer_that_is_handed_over_keeps_its_form_and_its_tokens(
+    three: Cluster, mixed: ServerProcess, taker: int
+) -> None:
+    server, before = three.decodes[taker], handed_over(three.decodes[taker])
+    for seed in range(4):
+        body = {
+            "prompt": draw(300 + 10 * taker + seed, 90), "guided_json": FORM, "ignore_eos": False, "temperature": 1.0,
+            "seed": seed, "max_tokens": 400,
+        }  # fmt: skip
+        answer, wanted = complete(server.url, **body).json(), complete(mixed.url, **body).json()
+        assert tokens_of(answer) == tokens_of(wanted)
+        (choice,) = answer["choices"]
+        assert choice["finish_reason"] == "stop"
+        jsonschema_rs.validate(FORM, json.loads(choice["text"]))
+    assert handed_over(server) - before == 4
+    three.settle()
 
 
 def test_three_that_decode_share_one_that_prefills(three: Cluster, expected: list[list[list[int]]]) -> None:

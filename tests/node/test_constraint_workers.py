@@ -16,8 +16,10 @@ import pytest
 from msgspec.structs import replace
 from tokenizers import Tokenizer
 
+from baton.api.constraint_cache import Outcome
 from baton.api.constraint_compiler import CompileOutcome
 from baton.api.constraint_jobs import ConstraintJob
+from baton.api.constraints.schema_writer import OPEN_NAMES_MAX
 from baton.api.constraints.wanted import ConstraintKind
 from baton.api.errors import ApiError
 from baton.core.engine.request import Constraint
@@ -27,7 +29,9 @@ from baton.executor.constraints.version_skew import digest_after
 from baton.executor.python_command import python_command
 from baton.node import constraint_workers
 from baton.node.available_memory import available_bytes
-from baton.node.constraint_worker import LongestTokens
+from baton.node.constraint_messages import GrammarCompiled, GrammarRefused, MaskComputed
+from baton.node.constraint_worker import ConstraintChecker, RankedTokens, longest_first, strings_first
+from baton.node.constraint_worker_process import WorkerUnavailable
 from baton.node.constraint_workers import ConstraintWorkers
 from baton.node.scripted_text import BYTE_VOCABULARY, write_byte_tokenizer
 
@@ -171,8 +175,18 @@ def test_a_worker_imports_no_arrays_no_http_and_no_validation() -> None:
     [([0], 0), ([0, 40], 40), ([0, 33, 40], 33), ([33, 40, 50], 33), ([99], 99), ([50, 99], 50), ([], 0)],
 )
 def test_the_longest_token_that_a_mask_allows_is_found(allowed: list[int], found: int) -> None:
-    longest = LongestTokens({"a": 0, "abc": 33, "ab": 40, "b": 50})
-    assert longest.in_mask(sum(1 << token for token in allowed).to_bytes(16, "little")) == found
+    longest = RankedTokens({"a": 0, "abc": 33, "ab": 40, "b": 50}, longest_first)
+    assert longest.first_in(sum(1 << token for token in allowed).to_bytes(16, "little")) == found
+
+
+def test_a_trial_prefers_what_opens_and_closes_strings_to_text_and_text_to_ends() -> None:
+    texts = ["}", '"}', "long text", '"', ",", ',"', "no"]
+    ranked = RankedTokens({text: at for at, text in enumerate(texts)}, strings_first)
+    found: list[int] = []
+    while len(found) < len(texts):
+        allowed = sum(1 << at for at in range(len(texts)) if at not in found)
+        found.append(ranked.first_in(allowed.to_bytes(1, "little")))
+    assert [texts[at] for at in found] == ['"', ',"', ",", "long text", "no", '"}', "}"]
 
 
 @pytest.mark.parametrize("grammar", ["start: e\ne: e e | /[a-z]/", 'start: e\ne: e e | e e e | "a"'])
@@ -185,6 +199,57 @@ async def test_a_grammar_whose_masks_grow_with_every_token_is_refused_at_once(fo
         assert refusal.value.status == 400
     finally:
         await workers.close()
+
+
+def optional(count: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(count)}}
+
+
+def answer_to(folder: Path, value: object) -> GrammarCompiled | GrammarRefused | MaskComputed:
+    return ConstraintChecker(folder).answer(job(value))
+
+
+@pytest.mark.parametrize("schema", [optional(OPEN_NAMES_MAX), {"type": "array", "items": optional(130)}])
+def test_many_optional_properties_are_accepted_and_served(folder: Path, schema: dict[str, Any]) -> None:
+    answer = answer_to(folder, schema)
+    assert isinstance(answer, GrammarCompiled), answer
+    matcher = LlguidanceBackend.of_folder(folder, BYTE_VOCABULARY).compile(answer.source).matcher()
+    text = '{"p0":"a","p1":"b","p99":"c"}'
+    for token in ids_of(folder, text if schema["type"] == "object" else f"[{text}]"):
+        assert matcher.consume(token)
+    assert matcher.is_stopped or matcher.copy().consume(BYTE_VOCABULARY - 1)
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        (optional(OPEN_NAMES_MAX + 1), None),
+        ({"items": {"anyOf": [optional(300), {**optional(300), "required": ["p299"]}]}}, "/items"),
+        ({"properties": {"a/b": optional(500)}}, "/properties/a~1b"),
+    ],
+)
+def test_more_optional_properties_than_a_matcher_can_hold_are_refused_by_name(
+    folder: Path, schema: dict[str, Any], place: str | None
+) -> None:
+    answer = answer_to(folder, schema)
+    assert isinstance(answer, GrammarRefused)
+    assert "'properties'" in answer.message
+    assert place is None or f"at {place}:" in answer.message
+
+
+def test_patterns_of_names_that_overlap_are_refused_with_the_place_and_the_patterns(folder: Path) -> None:
+    inner = {"type": "object", "patternProperties": {"^x$": True, "^a": {"type": "null"}, "b$": {"type": "string"}}}
+    answer = answer_to(folder, {"type": "array", "items": inner})
+    assert isinstance(answer, GrammarRefused)
+    assert "'patternProperties' at /items/patternProperties: a name may match two patterns '^a', 'b$'" in answer.message
+
+
+def test_a_place_with_too_many_alternatives_behind_a_string_is_met_by_the_trial(folder: Path) -> None:
+    """The longest tokens alone would stay inside the string."""
+    lists = {"anyOf": [{"type": "array", "prefixItems": [{"const": i}]} for i in range(800)]}
+    answer = answer_to(folder, {"type": "array", "prefixItems": [{"type": "string"}, lists], "minItems": 2})
+    assert isinstance(answer, GrammarRefused)
+    assert "too many alternatives" in answer.message
 
 
 def _add_long_tokens(folder: Path) -> None:
@@ -367,6 +432,27 @@ async def test_no_mask_is_told_for_another_version_or_outputs_that_are_not_permi
     assert await workers.mask_digest(replace(constraint, version="0.1"), a) == b""
     assert await workers.mask_digest(replace(constraint, backend="xgrammar"), a) == b""
     assert await workers.mask_digest(replace(constraint, source="{"), a) == b""
+
+
+@pytest.mark.parametrize(("failures", "is_told"), [(constraint_workers.MASK_TRIES - 1, True), (9, False)])
+async def test_a_busy_machine_is_asked_for_a_mask_again(
+    workers: ConstraintWorkers, monkeypatch: pytest.MonkeyPatch, failures: int, is_told: bool
+) -> None:
+    constraint = await workers.compile("a", regex("x"), "field")
+    assert constraint is not None
+    ask, left = workers._ask, failures
+
+    async def busy(job: bytes) -> Outcome | bytes:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            raise WorkerUnavailable("the machine is busy")
+        return await ask(job)
+
+    monkeypatch.setattr(workers, "_ask", busy)
+    monkeypatch.setattr(constraint_workers, "MASK_PAUSE_S", 0.0)
+    assert bool(await workers.mask_digest(constraint, [])) == is_told
+    assert failures - left == constraint_workers.MASK_TRIES
 
 
 async def test_where_no_worker_can_be_had_no_mask_is_told(tmp_path: Path) -> None:

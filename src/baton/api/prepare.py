@@ -26,7 +26,7 @@ from baton.api.messages.writer import MessagesWriter
 from baton.api.model_text import ChatEnding, ModelText, TemplateRefused, TextTooLong
 from baton.api.original_request import BadOrigin, OriginalRequest
 from baton.api.parsers import thinking
-from baton.api.parsers.choosing import PLAIN_ANSWERS, AnswerFormat, ToolParserChoice
+from baton.api.parsers.choosing import PLAIN_ANSWERS, AnswerFormat, ReasoningParserChoice, ToolParserChoice
 from baton.api.parsers.parts import AnswerParser
 from baton.api.paths import CHAT_PATH, COMPLETION_PATH, MESSAGES_PATH, RESPONSES_PATH
 from baton.api.prompt_logprobs import PromptTable
@@ -167,9 +167,14 @@ class RequestPreparer:
 
     def _answers(self, body: ChatBody) -> AnswerFormat:
         """How this answer is written. A call that is forced on a model without a form that can be constrained is a JSON
-        object with a name and parameters, as Llama 3 writes it."""
+        object with a name and parameters, as Llama 3 writes it; on one that writes channels it is a message of theirs, since
+        the parser of channels sees no other calls."""
         answers = self.answer_format
-        if is_forced(body.tool_choice) and answers.tools in (ToolParserChoice.NONE, ToolParserChoice.PYTHONIC):
+        if not is_forced(body.tool_choice):
+            return answers
+        if answers.reasoning is ReasoningParserChoice.GPT_OSS:
+            return dataclasses.replace(answers, tools=ToolParserChoice.GPT_OSS)
+        if answers.tools in (ToolParserChoice.NONE, ToolParserChoice.PYTHONIC):
             return dataclasses.replace(answers, tools=ToolParserChoice.LLAMA3_JSON)
         return answers
 

@@ -13,17 +13,20 @@ Whoever asks for a constraint may wait for this process to start, so it imports 
 from __future__ import annotations
 
 import os
+import re
 import resource
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
+from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
 from baton.api.constraint_jobs import ConstraintJob, MaskJob, decode_job
+from baton.api.constraints.schema_document import overlapping_patterns
 from baton.api.constraints.wanted import ConstraintRefused
 from baton.core.bounds import CONSTRAINT_CHARS_MAX
 from baton.executor.constraints.constraint_error import ConstraintError
@@ -46,6 +49,7 @@ MEMORY_BYTES = 512 << 20
 """What compiling may take beside the tokenizer."""
 STACK_BYTES = 4 << 20
 """Of the thread that compiles."""
+OVERLAPPING = re.compile(r"patternProperty regexes /\^\(\?:(.*)\)\$/ and /\^\(\?:(.*)\)\$/ are not disjoint", re.DOTALL)
 TRIED_TOKENS = 128
 """Tokens of an answer that are tried: a grammar may be short and its masks dear, or dearer with every token."""
 
@@ -60,7 +64,8 @@ class ConstraintChecker:
         added = read.get_added_tokens_decoder()
         self._special = {token.content: i for i, token in added.items() if self._tokenizer.is_special_token(i)}
         self._stops = bits_of(self._tokenizer.eos_tokens)
-        self._longest = LongestTokens({text: i for text, i in read.get_vocab().items() if i not in added})
+        texts = {text: i for text, i in read.get_vocab().items() if i not in added}
+        self._orders = RankedTokens(texts, longest_first), RankedTokens(texts, strings_first)
 
     def answer(self, payload: bytes) -> GrammarCompiled | GrammarRefused | MaskComputed:
         try:
@@ -81,8 +86,7 @@ class ConstraintChecker:
         try:
             self.begin_answer(source, TRIED_TOKENS)
         except ConstraintError as error:
-            reason = str(error).partition("\n")[0]  # what follows describes the parser
-            return GrammarRefused(job.field or None, f"The constraint cannot be enforced: {reason}")
+            return GrammarRefused(job.field or None, f"The constraint cannot be enforced: {reason_of(error, job)}")
         return GrammarCompiled(source)
 
     def _digest(self, job: MaskJob) -> bytes:
@@ -107,17 +111,34 @@ class ConstraintChecker:
             raise ValueError(f"{type(error).__name__}: {error}") from error
 
     def begin_answer(self, source: str, tokens: int) -> None:
-        """Compile it and begin an answer, always with the longest token of those allowed: what a parser holds grows with the
-        text. Raises ConstraintError."""
-        matcher = compiled(self._tokenizer, source)
+        """Compile it and begin two answers. One always takes the longest token: what a parser holds grows with the text.
+        The other opens and closes strings, and so comes to where many names may stand. Raises ConstraintError."""
+        beginning = compiled(self._tokenizer, source)
+        for order in self._orders:
+            self._begin_in(order, beginning.deep_copy(), tokens)
+
+    def _begin_in(self, order: RankedTokens, matcher: LLMatcher, tokens: int) -> None:
         for _ in range(tokens):
             if matcher.is_stopped():
                 break
             mask = matcher.compute_bitmask()
-            if matcher.is_error() or not matcher.try_consume_tokens([self._longest.in_mask(mask)]):
+            if matcher.is_error() or not matcher.try_consume_tokens([order.first_in(mask)]):
                 break
         if matcher.is_error():
             raise ConstraintError(matcher.get_error())
+
+
+def reason_of(error: ConstraintError, job: ConstraintJob) -> str:
+    """What a client is told."""
+    reason = str(error).partition("\n")[0]  # what follows describes the parser
+    if "Current row has" in reason:
+        return "too many alternatives may come next at one place of an answer"
+    if found := OVERLAPPING.search(reason):
+        place = overlapping_patterns([job.value, *(tool.parameters for tool in job.tools)], found.groups())
+        at, patterns = ("", []) if place is None else place
+        where = f" at {at[at.index('/', 1) :]}" if at else ""  # without the number of the schema
+        return f"'patternProperties'{where}: a name may match two patterns {', '.join(map(repr, patterns))}".rstrip()
+    return reason
 
 
 def bits_of(tokens: Iterable[int]) -> bytes:
@@ -126,21 +147,35 @@ def bits_of(tokens: Iterable[int]) -> bytes:
     return allowed.to_bytes(-(-allowed.bit_length() // 8), "little")
 
 
-class LongestTokens:
-    """Finds the longest of the tokens that a mask allows. Each length has the mask of its tokens, as one number."""
+def longest_first(text: str) -> tuple[int, int]:
+    return 0, -len(text)
 
-    def __init__(self, ids: Mapping[str, int]) -> None:
+
+def strings_first(text: str) -> tuple[int, int]:
+    """What opens or closes a string, then what else stands between values, the shortest first; then other texts, the longest
+    first, and last what closes an object or a list."""
+    if any(sign in text for sign in ("}", "]", "\\")):
+        return 3, -len(text)
+    if '"' in text:
+        return 0, len(text)
+    return (1, len(text)) if any(sign in text for sign in ",:[{") else (2, -len(text))
+
+
+class RankedTokens:
+    """Finds the first in an order of the tokens that a mask allows. Each rank has the mask of its tokens, as one number."""
+
+    def __init__(self, ids: Mapping[str, int], rank: Callable[[str], tuple[int, int]]) -> None:
         """`ids`: text → id, without tokens that stand for no text, as those that end an answer."""
         bits = max(ids.values(), default=0) // 8 + 1
-        masks: dict[int, bytearray] = {}
+        masks: dict[tuple[int, int], bytearray] = {}
         for text, token in ids.items():
-            masks.setdefault(len(text), bytearray(bits))[token >> 3] |= 1 << (token & 7)
-        self._by_length = [int.from_bytes(masks[length], "little") for length in sorted(masks, reverse=True)]
+            masks.setdefault(rank(text), bytearray(bits))[token >> 3] |= 1 << (token & 7)
+        self._by_rank = [int.from_bytes(masks[at], "little") for at in sorted(masks)]
 
-    def in_mask(self, mask: bytes) -> int:
-        """The first of the longest; where none has a text, the first that is allowed, and 0 where none is."""
+    def first_in(self, mask: bytes) -> int:
+        """The first of the best rank; where none has a text, the first that is allowed, and 0 where none is."""
         allowed = int.from_bytes(mask, "little")
-        found = next((both for of_length in self._by_length if (both := allowed & of_length)), allowed)
+        found = next((both for of_rank in self._by_rank if (both := allowed & of_rank)), allowed)
         return max(0, (found & -found).bit_length() - 1)
 
 

@@ -42,6 +42,9 @@ CPU_S_MAX = 1.0
 """CPU time of one constraint. Real schemas take 20 ms, and few take 100."""
 WALL_S_MAX = 10.0
 """For the same by the clock, on a busy machine."""
+MASK_TRIES = 4
+"""To compute a mask on a machine that is too busy for it."""
+MASK_PAUSE_S = 1.0
 START_S_MAX = 60.0
 """A worker reads the tokenizer first, which has up to tens of megabytes."""
 TENANT_WAITING_BYTES_MAX = 2 << 20
@@ -139,15 +142,24 @@ class ConstraintWorkers:
 
     async def mask_digest(self, constraint: Constraint, outputs: Sequence[int]) -> bytes:
         """Digest of the mask after these outputs. Empty where this front end has another version of the constraint's backend
-        than the answer began under, or cannot compute it now."""
+        than the answer began under, or cannot compute it. Then any version that permits the outputs goes on, and may draw
+        other tokens: so a machine that is merely busy is asked again."""
         job = MaskJob(constraint.backend, constraint.began_under, constraint.source, tuple(outputs)).encode()
+        for tries_left in reversed(range(MASK_TRIES)):
+            try:
+                return await self._digest(job)
+            except WorkerUnavailable as reason:
+                log.warning("a constraint could not be compared (%d more tries): %s", tries_left, reason)
+            except (ConstraintTooComplex, ConstraintsUnsupported) as reason:
+                log.warning("a constraint cannot be compared with those of instances of another version: %s", reason)
+                return b""
+            await asyncio.sleep(MASK_PAUSE_S if tries_left else 0.0)
+        return b""
+
+    async def _digest(self, job: bytes) -> bytes:
         entry = QueueEntry("", len(job) + ENTRY_BYTES, asyncio.get_running_loop().create_future())
         self._queue.put(entry)
-        try:
-            answer = await self._answered(entry, job)
-        except (ConstraintTooComplex, ConstraintsUnsupported, WorkerUnavailable) as reason:
-            log.warning("a constraint cannot be compared with those of instances of another version: %s", reason)
-            return b""
+        answer = await self._answered(entry, job)
         return answer if isinstance(answer, bytes) else b""
 
     async def close(self) -> None:

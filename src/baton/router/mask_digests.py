@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -10,6 +11,8 @@ from baton.core.engine.request import Constraint
 from baton.core.routing.events import WantMask
 from baton.router.instance_connections import InstanceConnections
 from baton.wire.router_sessions import Act
+
+log = logging.getLogger("baton.constraints")
 
 
 class MaskComputer(Protocol):
@@ -27,8 +30,20 @@ class MaskDigests:
         if isinstance(act, WantMask):
             task = asyncio.create_task(self._answer(act))
             self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(self._ended)
 
     async def _answer(self, wanted: WantMask) -> None:
-        digest = await self._computer.mask_digest(wanted.constraint, wanted.outputs)
+        try:
+            digest = await self._computer.mask_digest(wanted.constraint, wanted.outputs)
+        except Exception:
+            self._came(wanted, b"")  # the router waits for an answer, whatever happens
+            raise
+        self._came(wanted, digest)
+
+    def _came(self, wanted: WantMask, digest: bytes) -> None:
         self._connections.mask_came(wanted.request, wanted.choice, len(wanted.outputs), digest)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a mask could not be computed", exc_info=error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from urllib.parse import unquote
 
 from baton.api.constraints.patterns import PatternRefused, whole_text_pattern
@@ -45,6 +45,21 @@ class SchemaDocument:
     def refused_at(self, place: str, reason: str) -> ConstraintRefused:
         """`place`: a path that begins with the base already."""
         return ConstraintRefused(self._field, place, reason)
+
+    def nearest(self, path: str) -> tuple[str, object]:
+        """As much of the path as leads somewhere, and what is there: schemas that were worked out may have places that the
+        document has not."""
+        found, taken = self.root, ""
+        for step in path.split("/")[1:]:
+            name = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, dict) and name in found:
+                found = found[name]
+            elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+                found = found[int(name)]
+            else:
+                break
+            taken = f"{taken}/{step}"
+        return taken, found
 
     def target(self, reference: str, path: str) -> tuple[object, str]:
         """The schema, and its place."""
@@ -174,3 +189,24 @@ def anchors_in(root: object) -> dict[str, tuple[object, str]]:
                     found.setdefault(name, (value, path))
             left += [(one, f"{path}/{escaped(str(name))}") for name, one in value.items() if name not in ("enum", "const")]
     return found
+
+
+def overlapping_patterns(value: object, written: Collection[str]) -> tuple[str, list[str]] | None:
+    """Where 'patternProperties' has patterns that are written so, and these patterns as the client has them."""
+    left: list[tuple[object, str]] = [(value, "")]
+    while left:
+        found, path = left.pop()
+        pairs = found.items() if isinstance(found, dict) else enumerate(found) if isinstance(found, list) else ()
+        left += [(inner, f"{path}/{escaped(str(name))}") for name, inner in pairs]
+        if path.endswith("/patternProperties") and isinstance(found, dict):
+            named = [source for source in found if _is_written(source, written)]
+            if len(named) > 1:
+                return path, named
+    return None
+
+
+def _is_written(source: str, written: Collection[str]) -> bool:
+    try:
+        return whole_text_pattern(source) in written
+    except PatternRefused:
+        return False

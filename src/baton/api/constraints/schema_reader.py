@@ -50,6 +50,8 @@ OBJECT_WORDS = (
     "unevaluatedProperties",
 )
 TYPED_WORDS = frozenset((*NUMBER_WORDS, *STRING_WORDS, *ARRAY_WORDS, *OBJECT_WORDS))
+RESTRICTING = frozenset((*TYPED_WORDS, *APPLICATORS, "type", "enum", "const"))
+"""Words that may leave no value."""
 
 
 class SchemaReader:
@@ -126,7 +128,9 @@ class SchemaReader:
         try:
             return work()
         except TooComplex:
-            raise self._document.refused(path, "the schema is too complex") from None
+            word = path.rpartition("/")[2]
+            what = f"'{word}' makes the schema" if word in RESTRICTING else "the schema is"
+            raise self._document.refused(path, f"{what} too complex") from None
         except PatternRefused as error:
             raise self._document.refused(path, f"the schema {error}") from None
 

@@ -5,12 +5,13 @@ Values that have no end (a property that always needs another of the same kind) 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from baton.api.constraints.patterns import is_writable
-from baton.api.constraints.schema_document import SchemaDocument
-from baton.api.constraints.schema_reader import SchemaReader
+from baton.api.constraints.schema_document import SchemaDocument, escaped
+from baton.api.constraints.schema_reader import RESTRICTING, SchemaReader
 from baton.api.constraints.shape_algebra import value_of
 from baton.api.constraints.shapes import (
     NOTHING,
@@ -26,6 +27,7 @@ from baton.api.constraints.shapes import (
     StringShape,
     Unexpressible,
 )
+from baton.api.constraints.wanted import ConstraintRefused
 
 Written = dict[str, object] | bool
 EXACT_INTEGER = 1 << 53
@@ -33,6 +35,9 @@ EXACT_INTEGER = 1 << 53
 PLACES_MAX = 9
 """Digits behind the point of a bound."""
 MULTIPLE_MAX = 1 << 30
+OPEN_NAMES_MAX = 480
+"""Names of properties that may come next at one place of an answer: each takes up to four of the backend's
+`llguidance_grammars.ROW_ITEMS_MAX`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +72,11 @@ class SchemaWriter:
                 definitions[short] = self._node(self._reader.resolve(name), name if name.startswith("/") else "")
                 done += 1
         if written is False:
-            raise self._document.refused("", "no value that ends satisfies the schema")
+            raise self._endless(root)
         return ExactSchema(written, definitions)
+
+    def _refused(self, path: str, reason: str) -> ConstraintRefused:
+        return self._document.refused(self._document.nearest(path)[0], reason)
 
     # Which references describe values that end.
 
@@ -108,6 +116,30 @@ class SchemaWriter:
             case _:
                 return True
 
+    def _endless(self, node: Node) -> ConstraintRefused:
+        """The refusal of a schema without values that end, with the place that has none."""
+        path, seen = "", set[str]()
+        while (step := self._endless_step(node, seen)) is not None:
+            node = step[1]
+            path += step[0]
+        path, schema = self._document.nearest(path)
+        words = [word for word in schema if word in RESTRICTING] if isinstance(schema, dict) else []
+        named = ", ".join(f"'{word}'" for word in words)
+        reason = f"{named}: no value that ends satisfies the schema" if named else "no value that ends satisfies the schema"
+        return self._document.refused(path, reason)
+
+    def _endless_step(self, node: Node, seen: set[str]) -> tuple[str, Node] | None:
+        """A part that every value has, and where it stands; None: there is no such part."""
+        match node:
+            case (Reference(name=name),) if name not in seen:
+                seen.add(name)
+                return "", self._reader.resolve(name)
+            case (ObjectShape() as shape,):
+                parts = ((f"/properties/{escaped(name)}", value_of(shape, name)) for name in shape.required)
+                return next((part for part in parts if not self._ends(part[1])), None)
+            case _:
+                return None
+
     # Writing.
 
     def _node(self, node: Node, path: str) -> Written:
@@ -117,6 +149,9 @@ class SchemaWriter:
         ]
         if True in options:
             return True
+        if _open_names(options) > OPEN_NAMES_MAX:
+            reason = f"'properties' has more than {OPEN_NAMES_MAX} optional names, or alternatives with as many in all"
+            raise self._refused(path, reason)
         if len(options) == 1:
             return options[0]
         return {"anyOf": options} if options else False
@@ -155,10 +190,10 @@ class SchemaWriter:
             high = min(high, EXACT_INTEGER)
             found["exclusiveMaximum" if shape.is_below_maximum else "maximum"] = self._plain(high, path)
         if low is not None and high is not None and low > high:
-            raise self._document.refused(path, "numbers beyond 2^53 cannot be asked for exactly")
+            raise self._refused(path, "numbers beyond 2^53 cannot be asked for exactly")
         if shape.multiple_of is not None:
             if not shape.is_integer or shape.multiple_of != int(shape.multiple_of) or shape.multiple_of > MULTIPLE_MAX:
-                raise self._document.refused(path, "'multipleOf' is supported only for integers, as a whole number")
+                raise self._refused(path, "'multipleOf' is supported only for integers, as a whole number")
             found["multipleOf"] = int(shape.multiple_of)
         return found
 
@@ -166,14 +201,14 @@ class SchemaWriter:
         if isinstance(value, float) and value.is_integer():
             return int(value)
         if isinstance(value, float) and ("e" in repr(value) or len(repr(value).partition(".")[2]) > PLACES_MAX):
-            raise self._document.refused(path, f"bounds of numbers may have {PLACES_MAX} digits behind the point")
+            raise self._refused(path, f"bounds of numbers may have {PLACES_MAX} digits behind the point")
         return value
 
     def _string(self, shape: StringShape, path: str) -> Written:
         found: dict[str, object] = {"type": "string"}
         if shape.values is not None:
             if not all(map(is_writable, shape.values)):
-                raise self._document.refused(path, "strings with control characters cannot be asked for")
+                raise self._refused(path, "strings with control characters cannot be asked for")
             found["enum"] = list(shape.values)
         if shape.min_length:
             found["minLength"] = shape.min_length
@@ -189,9 +224,9 @@ class SchemaWriter:
     def _array(self, shape: ArrayShape, path: str) -> Written:
         most = shape.max_items
         if shape.is_unique and (most is None or most > 1):
-            raise self._document.refused(path, "'uniqueItems' is not supported for more than one item")
-        prefix = [self._node(node, path) for node in shape.prefix[:most]]
-        items = self._node(shape.items, path) if most is None or most > len(prefix) else False
+            raise self._refused(path, "'uniqueItems' is not supported for more than one item")
+        prefix = [self._node(node, f"{path}/prefixItems/{at}") for at, node in enumerate(shape.prefix[:most])]
+        items = self._node(shape.items, f"{path}/items") if most is None or most > len(prefix) else False
         found: dict[str, object] = {"type": "array", **({"prefixItems": prefix} if prefix else {}), "items": items}
         if shape.min_items:
             found["minItems"] = shape.min_items
@@ -206,12 +241,15 @@ class SchemaWriter:
     def _plain_object(self, shape: ObjectShape, path: str) -> Written:
         found: dict[str, object] = {
             "type": "object",
-            "properties": {name: self._node(node, path) for name, node in shape.properties.items()},
+            "properties": {
+                name: self._node(node, f"{path}/properties/{escaped(name)}") for name, node in shape.properties.items()
+            },
             "required": list(shape.required),
-            "additionalProperties": self._node(shape.additional, path),
+            "additionalProperties": self._node(shape.additional, f"{path}/additionalProperties"),
         }
         if shape.patterns:
-            found["patternProperties"] = {f"^(?:{name})$": self._node(node, path) for name, node in shape.patterns.items()}
+            here = f"{path}/patternProperties"
+            found["patternProperties"] = {f"^(?:{name})$": self._node(node, here) for name, node in shape.patterns.items()}
         if shape.min_properties:
             found["minProperties"] = shape.min_properties
         if shape.max_properties is not None:
@@ -234,7 +272,7 @@ class SchemaWriter:
             return
         if fewest > 1 or (most is not None and most > 1 and optional):
             word = "minProperties" if fewest > 1 else "maxProperties"
-            raise self._document.refused(path, f"'{word}' is supported only for one more than the required properties")
+            raise self._refused(path, f"'{word}' is supported only for one more than the required properties")
         bare = replace(shape, properties={**shape.properties, **dict.fromkeys(optional, NOTHING)})
         if fewest <= 0 or not is_closed:
             yield replace(bare, min_properties=len(shape.required) + max(fewest, 0))
@@ -245,6 +283,30 @@ class SchemaWriter:
             elif most:
                 none_else = {**shape.properties, **dict.fromkeys((other for other in optional if other != name), NOTHING)}
                 yield replace(one, properties=none_else, additional=NOTHING, patterns={})
+
+
+def _open_names(options: Sequence[Written]) -> int:
+    """The most declared names that may come next at one place of any of these."""
+    after: Counter[str | None] = Counter()
+    for properties, required in _objects(options):
+        following = 0
+        for name in reversed(properties):
+            after[name] += following
+            following = 1 if name in required else following + 1
+        after[None] += following
+    return max(after.values(), default=0)
+
+
+def _objects(options: Sequence[Written]) -> Iterator[tuple[list[str], frozenset[str]]]:
+    """Names that objects may have, in their order, and names that they must have."""
+    for option in options:
+        match option:
+            case {"anyOf": list(inner)}:
+                yield from _objects(inner)
+            case {"properties": dict(properties), "required": list(required)}:
+                yield [name for name, value in properties.items() if value is not False], frozenset(required)
+            case _:
+                pass
 
 
 def _references(node: Node) -> Iterator[str]:

@@ -17,6 +17,8 @@ from baton.executor.constraints.constraint_error import ConstraintError
 
 NAME = "llguidance"
 VERSION = version("llguidance")
+ROW_ITEMS_MAX = 2_000
+"""About four for each optional property that may come next. A mask with so many takes some milliseconds."""
 _SILENT = 0
 
 
@@ -25,7 +27,7 @@ def parser_limits() -> LLParserLimits:
 
     They are counts, not times: a matcher gives up at the same token on every machine."""
     return LLParserLimits(
-        max_items_in_row=500,
+        max_items_in_row=ROW_ITEMS_MAX,
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=200_000,
         step_max_items=10_000,

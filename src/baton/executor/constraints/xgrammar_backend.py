@@ -76,7 +76,7 @@ class XgrammarBackend:
         try:
             self.version = version("xgrammar")
         except PackageNotFoundError:
-            raise ConstraintError("xgrammar is not installed; pip install 'baton[xgrammar]' installs it") from None
+            raise ConstraintError("xgrammar is not installed; pip install 'baton-serve[xgrammar]' installs it") from None
         from xgrammar import GrammarCompiler, TokenizerInfo
 
         size = tokenizer.get_vocab_size(with_added_tokens=True)
