@@ -1,7 +1,7 @@
 """Where there is no GPU, kernels run in Triton's interpreter, which must be chosen before anything imports `triton`.
 
-And what a command sets up of the log is gone with its test: its standard error is. Property tests have no limits of time: how
-long an example takes on a busy machine says nothing of the code.
+And what a command sets up of the log is gone with its test: its standard error is. Property tests have no limits of time: a
+busy machine says nothing of the code.
 """
 
 from __future__ import annotations
