@@ -69,8 +69,8 @@ def test_the_device_is_every_instance_s_and_what_it_cannot_do_is_told_once(plans
     assert "--device cuda" in text
     assert "--batch-invariant" in text
     assert "--kv-memory 20G" in text
-    told = up("m", "--device", "cpu", "--batch-invariant")
-    assert told.startswith("2: baton up: --batch-invariant is for CUDA")
+    told = up("m", "--device", "cpu", "--batch-invariant", "--attention", "gather")
+    assert told.startswith("2: baton up: --batch-invariant on a CPU needs the native kernels")
     assert "'flashinfer' is not one of 'auto', 'native', 'gather', 'triton'" in up("m", "--attention", "flashinfer")
     assert len(plans) == 1
 

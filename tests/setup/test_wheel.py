@@ -99,4 +99,4 @@ def test_the_wheel_is_tried_with_the_python_that_make_is_given() -> None:
     planned = subprocess.run(
         ["make", "--dry-run", "try-wheel", "PYTHON=/some/python"], cwd=ROOT, check=True, capture_output=True, text=True
     )
-    assert planned.stdout.splitlines()[-1].endswith("tools/try_wheel.py --python /some/python")
+    assert "tools/try_wheel.py --python /some/python\n" in planned.stdout
