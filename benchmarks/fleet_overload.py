@@ -4,8 +4,8 @@
     2. `baton up` with small pools and default options otherwise; clients ask cases at random for so many minutes
     3. judged: an accepted request (429 at the door is none) ends by its own doing, with the undisturbed tokens
 
-With a model in lower precision tokens depend on the batch. Answers are then only held to their own length, one end and a
-usage that counts the delivered tokens: what was delivered cannot be taken back, and nothing is missing or said twice.
+Where tokens may depend on the batch, answers are only held to their own length, one end and a usage that counts the
+delivered tokens: what was delivered cannot be taken back, and nothing is missing or said twice.
 """
 
 from __future__ import annotations
@@ -58,11 +58,12 @@ class OverloadOptions:
     mixed: int = 2
     seed: int = 1
     up_options: tuple[str, ...] = ()
+    batch_invariant: bool = False
 
     @property
     def is_exact(self) -> bool:
         """Whether tokens do not depend on what else is in a batch."""
-        return self.model in (SCRIPTED, TINY)
+        return self.batch_invariant or self.model in (SCRIPTED, TINY)
 
     @property
     def overload(self) -> float:
@@ -166,7 +167,7 @@ def _model_arguments(options: OverloadOptions, progress: Progress) -> Iterator[t
     if options.model == SCRIPTED:
         yield ("--executor", "scripted")
     elif options.model != TINY:
-        yield (options.model,)
+        yield (options.model, *(("--batch-invariant",) if options.batch_invariant else ()))
     else:
         with tempfile.TemporaryDirectory(prefix="baton-tiny-") as folder:
             progress.doing("making a tiny model")
@@ -257,6 +258,9 @@ Clients = Annotated[int, typer.Option(min=1, max=1024, help="Requests at once.")
 Cases = Annotated[int, typer.Option(min=1, max=10_000, help="Different requests; each is answered undisturbed first.")]
 Blocks = Annotated[int, typer.Option(min=1, help="KV pool of each of the two instances, in blocks.")]
 OverloadSeed = Annotated[int, typer.Option(min=0, help="Draws the requests.")]
+Invariant = Annotated[
+    bool, typer.Option("--batch-invariant", help="Start the model so, and hold its answers to the undisturbed tokens too.")
+]
 UpArgs = Annotated[str, typer.Option(help="More options for baton up, such as '--reserve none'.")]
 
 
@@ -268,6 +272,7 @@ def fleet_overload(
     kv_blocks: Blocks = 300,
     seed: OverloadSeed = 1,
     up_args: UpArgs = "",
+    batch_invariant: Invariant = False,
     json_file: JsonIfGiven = None,
 ) -> None:
     """Overload `baton up` with small KV pools, and compare every answer with the undisturbed one.
@@ -278,8 +283,9 @@ def fleet_overload(
 
     def prepare(progress: Progress) -> Experiment[OverloadReport]:
         options = OverloadOptions(
-            model, minutes, clients, cases, kv_blocks=kv_blocks, seed=seed, up_options=tuple(up_args.split())
-        )
+            model, minutes, clients, cases, kv_blocks=kv_blocks, seed=seed, up_options=tuple(up_args.split()),
+            batch_invariant=batch_invariant,
+        )  # fmt: skip
         return Experiment(None, lambda: asyncio.run(run_overload(options, progress)))
 
     run_benchmark(prepare, show, json_file)
