@@ -64,10 +64,11 @@ test: $(READY)
 	cat $$logs/laws $$logs/engines; rm -rf $$logs; exit $$status
 endif
 
-# First, with nothing beside it, what asserts that little time passes. Then two at a time: those that start processes, and those
-# that only compute. Then worlds, which take all cores themselves.
+# First, with nothing beside it, what asserts that little time passes. Then two at a time: those that start processes and mostly
+# wait for them, and those that compute or install. Then worlds, which take all cores themselves.
 TIMED := tests/bench tests/e2e
-COMPUTING := tests/api tests/core tests/fuzz tests/laws tests/mutations tests/sim tests/wire
+COMPUTING := tests/api tests/contract tests/core tests/executor tests/fuzz tests/kv tests/laws tests/mutations tests/parity \
+	tests/setup tests/sim tests/wire
 LONG := -m "slow and not timed" --durations=20
 test-long: export OMP_NUM_THREADS := 1
 test-long: $(READY)
