@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from baton.executor import scratch_folder as scratch_folder_module
-from baton.executor.scratch_folder import LOCK, ScratchFolder, scratch_folder, sweep
+from baton.executor.scratch_folder import LOCK, ScratchFolder, remove_lock_last, scratch_folder, sweep
 
 HOLDING = """
 import sys
@@ -97,4 +97,33 @@ def test_removing_twice_is_removing_once(tmp_path: Path) -> None:
     folder = ScratchFolder("baton-", tmp_path)
     folder.remove()
     folder.remove()
+    assert not list(tmp_path.iterdir())
+
+
+class _Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("removed", range(3))
+def test_who_is_killed_while_it_removes_a_folder_leaves_it_to_the_next_start(
+    removed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = tmp_path / "baton-left"
+    left.mkdir()
+    for name in (LOCK, "beats", "engine", "zeta"):
+        (left / name).touch()
+    unlinked = list[str]()
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        if len(unlinked) == removed:
+            raise _Killed
+        unlinked.append(path.name)
+        os.unlink(path)
+
+    with monkeypatch.context() as killed:
+        killed.setattr(Path, "unlink", unlink)
+        with pytest.raises(_Killed):
+            remove_lock_last(left)
+    assert len(list(left.iterdir())) == 4 - removed
+    assert sweep(tmp_path, "baton-") == 1
     assert not list(tmp_path.iterdir())

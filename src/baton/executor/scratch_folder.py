@@ -35,7 +35,7 @@ class ScratchFolder:
         self.path.rename(target)
 
     def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        remove_lock_last(self.path)
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -75,7 +75,7 @@ def _remove_if_left_behind(folder: Path) -> bool:
         return False
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _remove_lock_last(folder)
+        remove_lock_last(folder)
     except OSError:
         return False  # its process lives, or another one sweeps
     finally:
@@ -83,11 +83,12 @@ def _remove_if_left_behind(folder: Path) -> bool:
     return True
 
 
-def _remove_lock_last(folder: Path) -> None:
-    """If this process is killed meanwhile, the next one can go on."""
-    for child in folder.iterdir():
-        if child.is_dir() and not child.is_symlink():
-            shutil.rmtree(child, ignore_errors=True)
-        elif child.name != LOCK:
-            child.unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
+def remove_lock_last(folder: Path) -> None:
+    """Remove a folder, if it is there. If this process is killed meanwhile, the next start can go on."""
+    with contextlib.suppress(OSError):
+        for child in folder.iterdir():
+            if child.is_dir() and not child.is_symlink():
+                shutil.rmtree(child, ignore_errors=True)
+            elif child.name != LOCK:
+                child.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)

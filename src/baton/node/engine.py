@@ -14,7 +14,6 @@ import contextlib
 import logging
 import os
 import secrets
-import shutil
 import sys
 import tempfile
 import threading
@@ -37,6 +36,7 @@ from baton.core.handover.messages import PeerEffect, PeerEvent
 from baton.core.tiers.transfers import StorageEffect
 from baton.executor.constraints.compiled_cache import NO_CONSTRAINTS, CompiledConstraints
 from baton.executor.contract import Executor
+from baton.executor.scratch_folder import remove_lock_last
 from baton.node.clock import monotonic_us
 from baton.node.constraint_gate import ConstraintGate, GatePassed, GateRefused
 from baton.node.engine_beats import SOCKET_NAME, EngineBeats, LoopProgress
@@ -418,7 +418,7 @@ def _exit_with_front_end(folder: Path) -> None:
     while os.read(sys.stdin.fileno(), 4096):
         pass
     close_recorders()
-    shutil.rmtree(folder, ignore_errors=True)
+    remove_lock_last(folder)  # the system may kill this process at any moment: its parent is dead
     drain_stderr(EXIT_S_MAX)
     os._exit(EXIT_NO_PARENT)
 
