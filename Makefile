@@ -6,7 +6,8 @@
 # make test-gpu   the tests that need CUDA, with little installed   make bench-gpu   everything that is fast on a GPU, timed
 # make dist    the wheel and the source archive, in dist/   make try-wheel   serve from that wheel alone, in a new environment
 # make fuzz    simulated clusters with faults from a random seed, which it prints: SEEDS=2000, FIRST=random, or for MINUTES=60
-# make chaos   a real fleet under load, of which instances are killed, stopped and drained, FAULTS=100 times
+# make chaos   a real fleet under load, of which instances are killed, stopped and drained, FAULTS=100 times; gaps of streams
+#               are at most a second at p99
 # make docs    the documentation as a site, in build/docs
 PYTHON ?= python3
 PORT ?= 8000
@@ -122,7 +123,7 @@ fuzz: $(READY)
 	$(BIN)/baton sim fuzz --first-seed $(FIRST) $(if $(MINUTES),--minutes $(MINUTES),--seeds $(SEEDS))
 
 chaos: $(READY)
-	$(BIN)/baton chaos --faults $(FAULTS)
+	$(BIN)/baton chaos --faults $(FAULTS) --gap-max 1
 
 # torch first: where only a CUDA build is on offer and no GPU is here, the set-up ends before anything large is fetched. Then
 # everything by its hash, and nothing that would have to be built; then what this torch needs besides, whose file differs by
