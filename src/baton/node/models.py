@@ -166,11 +166,12 @@ def _convert(gguf: Path, target: Path, stages: StageProgressSink) -> None:
     stages.begin("importing torch")
     from baton.executor.gguf_conversion import convert_gguf
 
-    stages.begin(f"converting {gguf.name} to safetensors (once, some tens of seconds)")
-
     def converted(done: int, total: int) -> None:
+        if done == 0:
+            stages.begin(f"converting {gguf.name} to safetensors (once)")
         stages.advance(StageProgress(done, total, Unit.TENSORS))
 
+    stages.begin(f"reading {gguf.name} (once, some tens of seconds)")
     with _made_whole(target) as scratch:
         convert_gguf(gguf, scratch, converted)
 
