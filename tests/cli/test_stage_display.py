@@ -8,7 +8,7 @@ import re
 import pytest
 
 from baton.cli.stage_display import BAR_COLUMNS, LiveStages
-from baton.node.stage_progress import StageProgress, Unit
+from baton.node.stage_progress import PartUnit, StageProgress
 from baton.node.start_stages import StageLines, StartStages
 
 FULL = "━"
@@ -68,7 +68,7 @@ def test_a_bar_is_filled_as_far_as_the_stage_has_come(done: int, filled: int) ->
     out = io.StringIO()
     stages = LiveStages(out)
     stages.began("fetching the package", 0.0)
-    stages.advanced(StageProgress(done * 1_000_000, 100_000_000, Unit.BYTES))
+    stages.advanced(StageProgress(done * 1_000_000, 100_000_000, PartUnit.BYTES))
     stages._show()
     stages.close()
     line = drawn(out)
@@ -79,14 +79,14 @@ def test_a_bar_is_filled_as_far_as_the_stage_has_come(done: int, filled: int) ->
 
 
 def test_tensors_are_counted() -> None:
-    assert str(StageProgress(12, 272, Unit.TENSORS)) == "12 of 272 tensors"
+    assert str(StageProgress(12, 272, PartUnit.TENSORS)) == "12 of 272 tensors"
 
 
 def test_what_a_stage_had_done_is_not_shown_of_the_next() -> None:
     out = io.StringIO()
     stages = LiveStages(out)
     stages.began("unpacking the model", 0.0)
-    stages.advanced(StageProgress(1, 2, Unit.TENSORS))
+    stages.advanced(StageProgress(1, 2, PartUnit.TENSORS))
     stages.began("loading the weights", 1.0)
     stages.close()
     assert "1 of 2" not in out.getvalue()
@@ -106,7 +106,7 @@ def test_a_line_is_never_longer_than_the_terminal(monkeypatch: pytest.MonkeyPatc
     out = io.StringIO()
     stages = LiveStages(out)
     stages.began("compiling the CPU kernels (once for this machine, some tens of seconds)", 0.0)
-    stages.advanced(StageProgress(1, 2, Unit.BYTES))
+    stages.advanced(StageProgress(1, 2, PartUnit.BYTES))
     stages._show()
     stages.close()
     assert all(len(line) < columns for line in shown(out)[0].split("\r"))
@@ -117,6 +117,6 @@ def test_in_a_log_a_stage_is_one_line_however_often_it_has_come_further() -> Non
     stages = StartStages(StageLines(lines.append), lambda: 0.0)
     stages.begin("fetching the package")
     for done in range(100):
-        stages.advance(StageProgress(done, 100, Unit.BYTES))
+        stages.advance(StageProgress(done, 100, PartUnit.BYTES))
     stages.summary()
     assert lines == ["[  0.0 s] fetching the package"]

