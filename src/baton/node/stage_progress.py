@@ -13,6 +13,7 @@ class PartUnit(StrEnum):
 
     BYTES = "bytes"
     TENSORS = "tensors"
+    PROCESSES = "processes"
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,18 @@ def summary_in(text: str) -> str | None:
     return None if found is None else found[1]
 
 
+class Unseen:
+    """A view that shows nothing."""
+
+    def began(self, stage: str, at_s: float) -> None: ...
+
+    def advanced(self, progress: StageProgress) -> None: ...
+
+    def ended(self, stage: str, took_s: float) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class StartStages:
     def __init__(self, view: StageView, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._view = view
@@ -83,6 +95,10 @@ class StartStages:
 
     def advance(self, progress: StageProgress) -> None:
         self._view.advanced(progress)
+
+    def end(self) -> None:
+        """End the stage; another may begin later."""
+        self._end_stage(self._clock_s())
 
     def summary(self) -> str:
         """End the last stage. The whole time, and that of each stage by its verb."""

@@ -120,7 +120,7 @@ def route(settings: RouterSettings, say: Say, stages: StartStages) -> None:
 def _text_folder(settings: RouterSettings, scratch: Path, stages: StartStages) -> Path:
     if not settings.scripted:
         folder = resolve_model(settings.model, stages, own_template=settings.chat_template is None)
-        stages.summary()  # the last has ended
+        stages.end()
         return folder
     write_byte_tokenizer(scratch)
     return scratch
