@@ -315,7 +315,8 @@ def test_what_ran_on_without_a_router_has_an_attempt_in_the_trace_of_the_next_on
     (attempt,) = named(spans, "attempt")
     assert (attempt.instance, attempt.parent_id) == (instance, server.span_id)
     assert attempt.status != ERROR_STATUS
-    assert [(span.name, span.instance) for span in children(spans, attempt)][-1] == ("decode", instance)
+    # What it did when it was found is not known before it does something else, which an answer that runs on may never do.
+    assert {(span.name, span.instance) for span in children(spans, attempt)} <= {("decode", instance)}
 
 
 def test_a_collector_that_never_answers_costs_spans_one_warning_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
