@@ -34,6 +34,7 @@ from baton.cli.bench_screen import progress_bar, stop_servers_on_sigterm, wide_c
 from baton.core.errors import BatonError, SetupError
 from baton.kv.store import BadStore
 from baton.node.models import resolve_model
+from baton.node.stage_progress import StageNames
 from baton.sim.step_times import BadStepTimes
 from baton.sim.workload import BadWorkload
 
@@ -115,7 +116,7 @@ def run_benchmark(
 
 
 def model_folder(model: str, progress: Progress) -> Path:
-    return resolve_model(model, progress.say)
+    return resolve_model(model, StageNames(progress.say))
 
 
 def find_trace(trace: Path | None, folder: Path | None, glob: str, what: str) -> Path:

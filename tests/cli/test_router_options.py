@@ -18,7 +18,7 @@ KEY = ("--cluster-key", "a cluster key of the tests")
 def routed(monkeypatch: pytest.MonkeyPatch) -> list[service.RouterSettings]:
     """Settings that would have been routed with."""
     made: list[service.RouterSettings] = []
-    monkeypatch.setattr(service, "route", lambda settings, say: made.append(settings))
+    monkeypatch.setattr(service, "route", lambda settings, say, stages: made.append(settings))
     return made
 
 

@@ -3,7 +3,7 @@
 A block of commands may have a mark in the line above it, which a reader of the rendered page does not see:
 
     <!-- not run: WHY -->          its commands are only held against the parser
-    <!-- run with a server -->     its commands are run beside a server that has no model
+    <!-- run with a server -->     its commands or its Python are run beside a server that has no model
 
 Commands of a block without a mark are run.
 """
@@ -20,6 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^```(\w*)$")
 MARK = re.compile(r"^<!-- (.+) -->$")
+LANGUAGES = frozenset({"", "ini", "json", "python", "sh", "text", "toml", "yaml"})
+"""Of blocks: each is checked somewhere, or has nothing that could be run."""
 SEPARATORS = frozenset({"|", "&&", ";"})
 
 
@@ -105,7 +107,7 @@ def lines_of(block: Block) -> list[str]:
     for line in block.text.splitlines():
         whole = f"{whole}\n{line}" if whole else line
         try:
-            words = shlex.split(whole, comments=True)
+            words = _words(whole)
         except ValueError:
             continue  # a quote is open
         if words:
@@ -115,10 +117,17 @@ def lines_of(block: Block) -> list[str]:
     return lines
 
 
+def _words(line: str) -> list[str]:
+    """A semicolon is a word; a line that ends with a backslash goes on."""
+    reader = shlex.shlex(re.sub(r"\\\n\s*", "", line), posix=True, punctuation_chars=";")
+    reader.whitespace_split = True
+    return list(reader)
+
+
 def commands_of(line: str) -> list[list[str]]:
-    """The words of each command of a line, without what is redirected."""
+    """The words of each command of a line, without what is redirected. A loop is its body, for the first of its words."""
     commands: list[list[str]] = [[]]
-    words = iter(shlex.split(line, comments=True))
+    words = iter(_words(line))
     for word in words:
         if word in SEPARATORS:
             commands.append([])
@@ -126,4 +135,20 @@ def commands_of(line: str) -> list[list[str]]:
             next(words)
         else:
             commands[-1].append(word)
-    return commands
+    return _unrolled(commands)
+
+
+def _unrolled(commands: list[list[str]]) -> list[list[str]]:
+    plain: list[list[str]] = []
+    variable, value = "", ""
+    for words in commands:
+        match words:
+            case ["for", name, "in", first, *_]:
+                variable, value = f"${name}", first
+            case ["done"]:
+                variable, value = "", ""
+            case ["do", *body]:
+                plain.append([value if word == variable else word for word in body])
+            case _:
+                plain.append([value if variable and word == variable else word for word in words])
+    return plain

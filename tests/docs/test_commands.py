@@ -6,6 +6,7 @@ exist. Commands that are not run carry a mark with the reason (`pages`).
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
 import os
@@ -30,7 +31,20 @@ from baton.cli.reference import metric_rows
 from baton.kv.store import parse_size, parse_url
 from baton.sim.__main__ import parser as fuzzer
 from tests.docs import pending
-from tests.docs.pages import ROOT, Block, Span, blocks, commands_of, lines_of, read, spans_of, written_pages
+from tests.docs.pages import (
+    FENCE,
+    LANGUAGES,
+    ROOT,
+    Block,
+    Span,
+    blocks,
+    blocks_of,
+    commands_of,
+    lines_of,
+    read,
+    spans_of,
+    written_pages,
+)
 from tests.fuzz.__main__ import arguments as decoder_fuzz_arguments
 from tests.support.server import ServerProcess, baton_serve
 
@@ -40,17 +54,22 @@ SECONDS_MAX = 120
 SERVER = "http://127.0.0.1:8000"
 WITH_SERVER = "run with a server"
 NOT_RUN = re.compile(
-    r"not run: (needs a GPU|needs several machines|long|needs a running (server|fleet)|serves until it is stopped"
-    r"|sets up an environment|installs the package)"
+    r"not run: (needs a GPU|needs several machines|long|needs a running (server|fleet)|needs a recording"
+    r"|needs a package registry|serves until it is stopped|sets up an environment|installs the package)"
 )
 PLACEHOLDERS = frozenset(
     [
-        "./folder-of-safetensors", "./kv", "./my-model", "/path/to/run-in-vllm-venv", "cluster.key", "fleet.toml",
+        "./folder-of-safetensors", "./kv", "./my-model", "./recordings",
+        "./recordings/*.baton", "engine-decode-1.baton", "/path/to/run-in-vllm-venv", "cluster.key", "fleet.toml",
         "gpu.json", "mooncake_conversation_trace.jsonl.gz", "my-machine.json", "range.json", "run.json", "run.png",
         "config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json",
     ]
 )  # fmt: skip
 """Files and folders that the reader has or makes."""
+FILES_THERE = PLACEHOLDERS & {
+    "./recordings/*.baton", "cluster.key", "engine-decode-1.baton", "mooncake_conversation_trace.jsonl.gz",
+}  # fmt: skip
+"""Those that a command looks for before it does anything."""
 WRITTEN_FOR = {
     "ADDRESS": "10.0.0.1",
     "FILE.toml": "fleet.toml",
@@ -75,6 +94,8 @@ FOREIGN = frozenset(
     ]
 )  # fmt: skip
 """Options of another engine, which pages that compare may name."""
+EVALUATOR = frozenset(["--batch_size", "--include_path", "--model", "--model_args", "--tasks"])
+"""Options of lm-eval 0.4.13 that the pages use, each with a value."""
 SHELL = frozenset(["base64", "chmod", "export", "head"])
 TAKES_LONG = ("baton sim fuzz",)
 """More than five seconds, of what is run."""
@@ -150,9 +171,10 @@ def having(option: str) -> tuple[Any, ...]:
 def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with what the reader has, to parse and run in; nothing of the environment is for Baton."""
     folder = tmp_path_factory.mktemp("desk")
-    for name in PLACEHOLDERS & {"cluster.key", "mooncake_conversation_trace.jsonl.gz"}:
-        (folder / name).touch()
     (folder / "kv").mkdir()
+    (folder / "recordings").mkdir()
+    for name in FILES_THERE:
+        (folder / name).touch()
     (table,) = blocks("toml")
     (folder / "fleet.toml").write_text(table.text)
     given = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("BATON_")}
@@ -190,6 +212,17 @@ def check_curl(words: Sequence[str]) -> None:
         parse(words[words.index("-d") + 1].encode(), kind)
 
 
+def check_evaluator(words: Sequence[str]) -> None:
+    """lm-eval is not installed here: what can be told is that it asks our server for a task that the page has."""
+    options = dict(zip(words[::2], words[1::2], strict=True))
+    assert set(options) <= EVALUATOR
+    tasks = {line.removeprefix("task: ") for block in blocks("yaml") for line in block.text.splitlines()}
+    assert options["--tasks"] in tasks
+    arguments = dict(word.split("=", 1) for word in options["--model_args"].split(","))
+    assert arguments["base_url"].startswith(SERVER)
+    assert f'"{arguments["base_url"].removeprefix(SERVER)}"' in sources()
+
+
 def check_command(words: Sequence[str], named: bool = False) -> None:
     """`named`: a command may stand without what it needs, to speak of it."""
     while words and (assigned := re.fullmatch(r"([A-Z_]+)=.*", words[0])):
@@ -204,12 +237,16 @@ def check_command(words: Sequence[str], named: bool = False) -> None:
             fuzzer().parse_args(rest)
         case ["python", "-m", "tests.fuzz", *rest]:
             decoder_fuzz_arguments(rest)
+        case ["python", script] if script.startswith("tools/"):
+            pass  # a file of ours: it must exist
         case ["make", *rest]:
             check_make(rest)
         case ["pip", *rest]:
             check_pip(rest)
         case ["curl", *rest]:
             check_curl(rest)
+        case ["lm_eval", *rest]:
+            check_evaluator(rest)
         case ["export", *rest]:
             for word in rest:
                 check_variable(word.partition("=")[0])
@@ -234,9 +271,9 @@ def check_files(words: Sequence[str]) -> None:
     for word in words:
         name = word.partition("=")[2] if re.match(r"[A-Z_]+=", word) else word
         name = name.removeprefix("file:")
-        if "://" in name or name.startswith(("/v1", "/dev/", "/var/lib/", "-", ".[", "{")) or " " in name:
+        if "://" in name or name == "." or name.startswith(("/v1", "/dev/", "/var/lib/", "-", ".[", "{")) or " " in name:
             continue
-        if "/" in name or re.search(r"\.(json|toml|key|gz|png|gguf)$", name):
+        if "/" in name or re.search(r"\.(json|toml|key|gz|png|gguf|baton)$", name):
             assert name in PLACEHOLDERS or (ROOT / name).exists(), f"{name} is no file here and no declared placeholder"
 
 
@@ -277,12 +314,51 @@ def test_the_parser_takes_the_line(block: Block, line: str) -> None:
         "pip install '.[jewels]'",
         "BATON_NO_SUCH_OPTION=1 baton serve",
         "rm -r kv",
+        "lm_eval --model local-completions --tasks no-such-task --model_args base_url=http://127.0.0.1:8000/v1/completions",
+        "lm_eval --tasks capitals --model_args base_url=http://127.0.0.1:8000/no-such-path",
+        "lm_eval --no_such_option 1 --tasks capitals --model_args base_url=http://127.0.0.1:8000/v1/completions",
+        'for file in ./recordings/*.baton; do baton replay --no-such-option "$file"; done',
+        "for file in ./nowhere/*.baton; do baton replay $file; done",
     ],
 )
 @pytest.mark.usefixtures("desk")
 def test_a_wrong_line_is_found(line: str) -> None:
     with pytest.raises(Exception):  # noqa: B017, PT011  of the parser's own classes, which move with its version, or an assertion
         check_command(commands_of(line)[0])
+
+
+def test_a_loop_is_its_body_for_the_first_of_its_words_and_a_line_may_go_on_below() -> None:
+    looped = 'for file in a.baton b.baton; do baton replay "$file"; baton models list; done; baton --help'
+    assert commands_of(looped) == [["baton", "replay", "a.baton"], ["baton", "models", "list"], ["baton", "--help"]]
+    assert commands_of("baton \\\n  --help  # 'aside'") == [["baton", "--help"]]
+    assert commands_of("echo 'a;b' && ls > c") == [["echo", "a;b"], ["ls"]]
+
+
+FENCES = [
+    (page, number, line)
+    for page in written_pages()
+    for number, line in enumerate(read(page).splitlines(), start=1)
+    if line.lstrip().startswith(("```", "~~~"))
+]
+
+
+def test_a_block_is_in_a_language_that_is_checked() -> None:
+    """A language beside the known ones, or a fence that is not read as one, would hide commands from these tests."""
+    assert not [fence for fence in FENCES if (found := FENCE.match(fence[2])) is None or found[1] not in LANGUAGES]
+    assert {block.language for page in written_pages() for block in blocks_of(page)} == LANGUAGES
+
+
+UNNAMED = [block for language in ("", "text") for block in blocks(language)]
+
+
+@pytest.mark.parametrize("block", UNNAMED, ids=str)
+def test_a_block_without_a_language_holds_no_command(block: Block) -> None:
+    assert not re.search(r"^\s*(\$ |(baton|make|pip|curl|python|lm_eval|for) )", block.text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("block", blocks("json"), ids=str)
+def test_a_block_of_json_is_json(block: Block) -> None:
+    json.loads(block.text)
 
 
 COMMAND_SPANS = [span for span in INLINE if re.match(r"(baton|make|pip) \S|python -m benchmarks", span.text)]
@@ -427,8 +503,55 @@ def test_the_request_is_answered(line: str, server: ServerProcess, desk: Path) -
     assert answer["choices"][0]["finish_reason"] in ("stop", "length")
 
 
-def test_the_python_of_the_readme_prints_an_answer(server: ServerProcess, desk: Path) -> None:
-    (block,) = [block for block in blocks("python") if block.page == "README.md"]
+# ── Python ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+CALLS_TOOLS = "run with a server whose model calls tools"
+PYTHON = [block for block in blocks("python") if block.mark in (None, WITH_SERVER, CALLS_TOOLS)]
+ASKING = [block for block in PYTHON if SERVER in block.text]
+OF_THE_CODE = frozenset(["ARCHITECTURE.md", "docs/design/simulator.md"])
+"""Their Python is of Baton's own parts, and asks no server."""
+TOOLS_TEMPLATE = (
+    "{% for tool in tools or [] %}<tool_call>{{ tool | tojson }}</tool_call>\n{% endfor %}"
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant: "
+)
+
+
+def test_python_of_the_pages_is_run_here_or_where_its_mark_says() -> None:
+    for block in blocks("python"):
+        if block in ASKING or block.page in OF_THE_CODE:
+            continue
+        assert block.mark == "run by tests/docs/test_snippets.py", block
+    assert {block.page for block in ASKING} == {"README.md", "docs/apis.md", "docs/constraints.md", "docs/tools.md"}
+
+
+@pytest.mark.parametrize("block", [block for block in ASKING if block.mark != CALLS_TOOLS], ids=str)
+def test_the_python_prints_an_answer(block: Block, server: ServerProcess, desk: Path) -> None:
     program = block.text.replace(SERVER, server.url)
     # Nothing seeds it, and what the scripted executor draws may end at once.
-    assert any(run([sys.executable, "-c", program], desk) for _ in range(ASKS_MAX))
+    assert any(run([sys.executable, "-c", program], desk).strip() for _ in range(ASKS_MAX))
+
+
+@pytest.fixture(scope="module")
+def calling() -> Iterator[ServerProcess]:
+    """A server whose chat template has a place for tools; what is drawn there is a call where a call is forced."""
+    options = ("--served-model-name", "my-model", "--chat-template", TOOLS_TEMPLATE, "--tool-parser", "hermes")
+    with baton_serve("--executor", "scripted", *options) as process:
+        yield process
+
+
+@pytest.mark.parametrize("forced", ["auto", "required"])
+def test_the_python_about_tools_makes_messages_that_the_server_takes(
+    forced: str, calling: ServerProcess, desk: Path
+) -> None:
+    (block,) = [block for block in ASKING if block.mark == CALLS_TOOLS]
+    asked = "tools=[weather]"
+    assert block.text.count(asked) == 1
+    # Nobody forces a call on the page: the scripted executor makes none by itself.
+    program = block.text.replace(SERVER, calling.url).replace(asked, f"{asked}, tool_choice={forced!r}, max_tokens=2000")
+    after = (
+        "print([message['role'] if isinstance(message, dict) else message.role for message in messages])",
+        "client.chat.completions.create(model='my-model', messages=messages, tools=[weather], max_tokens=1)",
+    )
+    roles = ast.literal_eval(run([sys.executable, "-c", "\n".join((program, *after))], desk))
+    assert roles[:2] == ["user", "assistant"]
+    assert set(roles[2:]) == ({"tool"} if forced == "required" else set())

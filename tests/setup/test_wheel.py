@@ -7,6 +7,7 @@ import os
 import pwd
 import subprocess
 import sys
+import tarfile
 import tempfile
 import tomllib
 import zipfile
@@ -56,6 +57,43 @@ def test_its_metadata_name_version_licence_and_no_torch(wheel: zipfile.ZipFile) 
     needed = [Requirement(line) for line in told.get_all("Requires-Dist") or ()]
     assert not [line for line in needed if line.name in ("torch", "triton") and "extra" not in str(line.marker)]
     assert "baton = baton.cli.main:run" in wheel.read(f"{folder}/entry_points.txt").decode()
+
+
+@pytest.fixture(scope="module")
+def source_archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sdist")
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "sdist", "--directory", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (built,) = folder.glob("*.tar.gz")
+    return built
+
+
+def test_the_source_archive_has_what_a_build_needs_and_nothing_that_git_ignores(source_archive: Path) -> None:
+    with tarfile.open(source_archive) as archive:
+        top = source_archive.name.removesuffix(".tar.gz")
+        packed = {member.name.removeprefix(f"{top}/") for member in archive if not member.isdir()}
+    here = {path.relative_to(ROOT).as_posix() for path in (SOURCE / "baton").rglob("*") if path.is_file()}
+    here = {name for name in here if "__pycache__" not in name}
+    assert {name for name in packed if name.startswith("src/")} == here
+    assert {"LICENSE", "PKG-INFO", "README.md", "pyproject.toml"} <= packed
+    assert top == f"baton_serve-{__version__}"
+    listed = {name for name in packed if name != "PKG-INFO"}
+    ignored = subprocess.run(
+        ["git", "check-ignore", "--no-index", "--stdin"], cwd=ROOT, input="\n".join(sorted(listed)),
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ignored.stdout == ""
+
+
+def test_a_wheel_built_from_the_source_archive_alone_is_the_same_one(
+    wheel: zipfile.ZipFile, source_archive: Path, tmp_path: Path
+) -> None:
+    """Without a network: what builds it is installed."""
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*command, "--wheel-dir", str(tmp_path), str(source_archive)], cwd=tmp_path, check=True)
+    (built,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(built) as again:
+        assert {one.filename: one.CRC for one in again.infolist()} == {one.filename: one.CRC for one in wheel.infolist()}
 
 
 def _imported(path: Path) -> set[str]:

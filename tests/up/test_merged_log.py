@@ -48,6 +48,16 @@ def test_colours_of_a_child_do_not_get_through_and_names_have_their_own() -> Non
     assert first.split("a")[0] != second.split("b")[0]
 
 
+def test_on_a_terminal_a_line_wipes_the_progress_that_stands_there() -> None:
+    for colours in (True, False):
+        out = io.StringIO()
+        log = MergedLog(("a",), out, colours=colours)
+        log.line("a", "x")
+        log.note("a", "ready")
+        log.say("two\nlines")
+        assert [line.startswith("\033[2K") for line in out.getvalue().splitlines()] == [colours, colours, colours, False]
+
+
 def test_as_json_each_line_is_an_object_that_names_its_process() -> None:
     out = io.StringIO()
     log = JsonMergedLog(("router", "decode-1"), out)

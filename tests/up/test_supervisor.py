@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from baton.core.errors import EXIT_SETUP
+from baton.node.stage_progress import StageProgress
+from baton.node.start_stages import StartStages
 from baton.up import health_watch
 from baton.up import supervisor as supervisor_module
 from baton.up.fleet_plan import FleetPlan, PlannedProcess, RouterPorts
@@ -94,6 +96,7 @@ class Running:
     log: io.StringIO
     notes: Path
     run: asyncio.Task[int]
+    shown: ShownStages
 
     async def until(self, holds: Callable[[], bool], what: str) -> None:
         async with asyncio.timeout(WAIT_S):
@@ -113,6 +116,25 @@ class Running:
         return [int(part.split(",")[0].split(")")[0]) for part in text.split("(pid ")[1:]]
 
 
+class ShownStages:
+    """A view that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def began(self, stage: str, at_s: float) -> None:
+        self.told.append(stage)
+
+    def advanced(self, progress: StageProgress) -> None:
+        self.told.append(str(progress))
+
+    def ended(self, stage: str, took_s: float) -> None:
+        self.told.append("ended")
+
+    def close(self) -> None:
+        self.told.append("closed")
+
+
 @asynccontextmanager
 async def fleet(
     folder: Path,
@@ -129,8 +151,9 @@ async def fleet(
     )  # fmt: skip
     out = io.StringIO()
     log = MergedLog((ROUTER, *(member.name for member in plan.members)), out, colours=False)
-    supervisor = Supervisor(plan, log, cores=2)
-    running = Running(supervisor, out, plan.notes, asyncio.create_task(supervisor.run()))
+    shown = ShownStages()
+    supervisor = Supervisor(plan, log, 2, StartStages(shown))
+    running = Running(supervisor, out, plan.notes, asyncio.create_task(supervisor.run()), shown)
     try:
         yield running
     finally:
@@ -305,3 +328,20 @@ async def test_a_stop_while_everything_starts_leaves_nothing(tmp_path: Path) -> 
         await running.until(lambda: running.started("decode-1") > 0, "the first instance")
         running.supervisor.stop()
         assert await running.code() == 0
+
+
+async def test_how_many_processes_are_ready_is_told_until_all_are(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as running:
+        await running.until(lambda: "Dashboard" in running.log.getvalue(), "the banner")
+        told = list(running.shown.told)
+        assert told[0] == "starting the router and its instances"
+        assert told[1:5] == [f"{ready} of 3 processes" for ready in range(4)]
+        assert told[5:] == ["ended", "closed"]
+
+
+async def test_a_start_that_fails_is_not_told_to_have_ended(tmp_path: Path) -> None:
+    async with fleet(tmp_path, decode=1, how={"decode-1": "refused"}) as running:
+        await running.code()
+        assert running.shown.told == [
+            "starting the router and its instances", "0 of 2 processes", "1 of 2 processes", "closed",
+        ]  # fmt: skip

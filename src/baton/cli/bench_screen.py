@@ -21,6 +21,7 @@ from rich.progress import (
 
 from baton.core.errors import BatonError
 from baton.node.models import resolve_model
+from baton.node.stage_progress import StageNames
 
 PIPE_COLUMNS = 150
 
@@ -44,7 +45,7 @@ def refuse(console: Console, error: Exception) -> typer.Exit:
 
 def model_folder(console: Console, model: str) -> Path:
     try:
-        return resolve_model(model, console.print)
+        return resolve_model(model, StageNames(console.print))
     except BatonError as error:
         raise refuse(console, error) from error
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Annotated, Any
 
 from baton.cli.declared_options import GivenOptions, taking_settings
 from baton.cli.options import config_file
-from baton.cli.serve import log_to_stderr, process_fields, tell, told_in_one_line
+from baton.cli.serve import log_to_stderr, process_fields, stage_view, tell, told_in_one_line
 from baton.core.routing.config import RouterConfig
 from baton.router.settings import RouterProcessSettings
 
@@ -38,8 +39,10 @@ def router(*, given: GivenOptions, config: Config = None) -> None:  # noqa: ARG0
 
 def _run(**settings: Any) -> None:
     # Imported late: `baton --help` must not wait for the libraries of a server.
+    from baton.node.start_stages import StartStages
     from baton.router import service
 
     log_to_stderr(settings)
     log_format = settings["log_format"]
-    service.route(service.RouterSettings(**settings), lambda line: tell(line, log_format))
+    with contextlib.closing(StartStages(stage_view(log_format))) as stages:
+        service.route(service.RouterSettings(**settings), lambda line: tell(line, log_format), stages)

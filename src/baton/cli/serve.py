@@ -122,13 +122,18 @@ def _unexpected(error: Exception) -> str:
     return f"{type(error).__name__}: {first} (unexpected; --log-level debug shows where)"
 
 
-def stage_view(log_format: LogFormat) -> StageView:
-    """Stages of a start: live on a terminal, else a line each."""
+def is_live(log_format: LogFormat) -> bool:
+    """Whether standard error is a terminal on which a line can be written over."""
+    return log_format is LogFormat.TEXT and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def stage_view(log_format: LogFormat, say: Callable[[str], None] | None = None) -> StageView:
+    """Stages of a start: live on a terminal, else a line each, through `say` where it is given."""
     from baton.node.start_stages import StageLines
 
-    if log_format is LogFormat.TEXT and sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+    if is_live(log_format):
         return LiveStages()
-    return StageLines(lambda line: tell(line, log_format))
+    return StageLines(say or (lambda line: tell(line, log_format)))
 
 
 def _run(**settings: Any) -> None:

@@ -7,6 +7,7 @@ command decides itself (ports, roles, names, the key between them) cannot.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +19,8 @@ from baton.cli.declared_options import GivenOptions, taking_settings
 from baton.cli.option_forwarding import given_for, source_of, taking_options_of
 from baton.cli.options import config_file
 from baton.cli.router import router
-from baton.cli.serve import serve, told_in_one_line
+from baton.cli.serve import is_live, serve, stage_view, told_in_one_line
+from baton.cli.stage_display import LiveStages
 from baton.node.settings import EngineSettings, ExecutorKind, HttpSettings, LogFormat
 from baton.up.fleet_plan import FleetPlan
 from baton.up.process_environment import DECIDED, OF_ONE_INSTANCE, OF_THE_ROUTER, TLS_OPTIONS
@@ -127,7 +129,7 @@ def _run(plan: FleetPlan, log_format: LogFormat, needs_model: bool) -> int:
     from baton.executor.torch_build import need_torch
     from baton.node.leftovers import sweep_leftovers
     from baton.node.models import resolve_model
-    from baton.node.start_stages import StageLines, StartStages
+    from baton.node.start_stages import StartStages, Unseen
     from baton.node.stderr_queue import queue_stderr
     from baton.up.merged_log import JsonMergedLog, MergedLog
     from baton.up.supervisor import ROUTER, Supervisor
@@ -137,15 +139,19 @@ def _run(plan: FleetPlan, log_format: LogFormat, needs_model: bool) -> int:
     log = merged((ROUTER, *(member.name for member in plan.members)))
     if needs_model:
         need_torch()
-        stages = StartStages(StageLines(log.say))
-        resolve_model(plan.model, stages.begin)  # once, and not by every instance at the same time
+        with contextlib.closing(StartStages(stage_view(log_format, log.say))) as stages:
+            resolve_model(plan.model, stages)  # once, and not by every instance at the same time
+            stages.end()
+    # In a log their own lines tell how far the processes have come.
+    starting = StartStages(LiveStages() if is_live(log_format) else Unseen())
 
     async def supervise() -> int:
-        return await Supervisor(plan, log, cores=len(os.sched_getaffinity(0))).run()
+        return await Supervisor(plan, log, len(os.sched_getaffinity(0)), starting).run()
 
     try:
         return asyncio.run(supervise())
     finally:
+        starting.close()
         sweep_leftovers()  # of instances that were killed: the next start would, and may not come
 
 

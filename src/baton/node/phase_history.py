@@ -1,6 +1,7 @@
 """The phases of the requests of one instance, as its engine notes them: for the traces of clients that ask it directly.
 
 The engine tells with its pulses, up to a tenth of a second after a phase began, also of requests that have ended meanwhile.
+A pulse that was read late shifts its phases by as much: what comes before the first token is never put behind it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ class PhaseHistory:
     def __init__(self, where: str, now_us: int) -> None:
         self._where = where
         self._notes = [StageNote(TimelineStage.PLACED, where, now_us)]
+        self._token_us: int | None = None
+        """When the first token came after phases of which the engine has not told the end yet."""
 
     def entered(self, phase: str, at_us: int) -> None:
         """The engine's scheduler began to plan this phase."""
@@ -35,12 +38,17 @@ class PhaseHistory:
         before = next((note.stage for note in reversed(self._notes) if note.at_us <= at_us), TimelineStage.PLACED)
         if stage is TimelineStage.DECODE and before is TimelineStage.PREFILL:
             return  # the last chunk was planned, not computed: `delivered` notes the decode
+        if stage in BEFORE_A_TOKEN and self._token_us is not None:
+            at_us = min(at_us, self._token_us - 1)
+        elif stage is not None:
+            self._token_us = None
         if stage is not None:
             self._put(stage, at_us)
 
     def delivered(self, now_us: int) -> None:
         """Tokens came: whatever it did before, it decodes."""
         if self._notes[-1].stage in BEFORE_A_TOKEN:
+            self._token_us = now_us
             self._put(TimelineStage.DECODE, now_us)
 
     def stage_notes(self) -> tuple[StageNote, ...]:

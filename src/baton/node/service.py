@@ -136,7 +136,7 @@ def _prepare(settings: ServeSettings, scratch: Path, stages: StartStages) -> tup
         write_byte_tokenizer(scratch)
         return scratch, base
     own_template = settings.chat_template is None and settings.engine.router is None  # a router writes the prompts
-    folder = resolve_model(settings.model, stages.begin, own_template=own_template, context_tokens=base.context_tokens)
+    folder = resolve_model(settings.model, stages, own_template=own_template, context_tokens=base.context_tokens)
     return folder, replace(base, model_folder=str(folder))
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from baton.node.http_server import Say
+from baton.node.stage_progress import StageProgress
 
 _STAGE = re.compile(r"^\[ *[0-9.]+ s\] (.+)$")
 _STARTED = re.compile(r"^(started in [0-9.]+ s\b.*)$", re.MULTILINE)
@@ -26,6 +27,9 @@ class StageView(Protocol):
     """Shows stages as they come."""
 
     def began(self, stage: str, at_s: float) -> None: ...
+
+    def advanced(self, progress: StageProgress) -> None:
+        """The stage has come so far. Without it nobody knows how much there is to do."""
 
     def ended(self, stage: str, took_s: float) -> None: ...
 
@@ -41,6 +45,8 @@ class StageLines:
 
     def began(self, stage: str, at_s: float) -> None:
         self.say(f"[{at_s:5.1f} s] {stage}")
+
+    def advanced(self, progress: StageProgress) -> None: ...
 
     def ended(self, stage: str, took_s: float) -> None: ...
 
@@ -59,6 +65,18 @@ def summary_in(text: str) -> str | None:
     return None if found is None else found[1]
 
 
+class Unseen:
+    """A view that shows nothing."""
+
+    def began(self, stage: str, at_s: float) -> None: ...
+
+    def advanced(self, progress: StageProgress) -> None: ...
+
+    def ended(self, stage: str, took_s: float) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class StartStages:
     def __init__(self, view: StageView, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._view = view
@@ -74,6 +92,13 @@ class StartStages:
         self._end_stage(now_s)
         self._stage, self._stage_s = stage, now_s
         self._view.began(stage, now_s - self._began_s)
+
+    def advance(self, progress: StageProgress) -> None:
+        self._view.advanced(progress)
+
+    def end(self) -> None:
+        """End the stage; another may begin later."""
+        self._end_stage(self._clock_s())
 
     def summary(self) -> str:
         """End the last stage. The whole time, and that of each stage by its verb."""

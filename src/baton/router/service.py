@@ -60,7 +60,7 @@ from baton.node.recording import close_recorders, ignore_dump_signal, on_dump_si
 from baton.node.scripted_text import write_byte_tokenizer
 from baton.node.secrets import shared_prefix_secret
 from baton.node.server_certificate import ServerCertificate, server_certificate
-from baton.node.start_stages import StageLines, StartStages
+from baton.node.start_stages import StartStages
 from baton.node.stderr_queue import stderr_lines_dropped
 from baton.node.torch_import import block_torch_import
 from baton.node.tracing import ProcessTraces
@@ -93,7 +93,7 @@ class RouterSettings(RouterProcessSettings):
         return self.served_model_names or (model_name(self.model),)
 
 
-def route(settings: RouterSettings, say: Say) -> None:
+def route(settings: RouterSettings, say: Say, stages: StartStages) -> None:
     """Route until told to stop. Raises CannotServe, or the error in the settings, where it cannot."""
     ignore_dump_signal()
     raise_descriptor_limit()
@@ -106,7 +106,7 @@ def route(settings: RouterSettings, say: Say) -> None:
         instances = bind(settings.join_host, settings.join_port, "--join-port")
         try:
             with process_scratch() as scratch:
-                folder = _text_folder(settings, scratch, say)
+                folder = _text_folder(settings, scratch, stages)
                 block_torch_import()
                 with used_model(folder):
                     process = _Process(settings, api, limits, certificate, key, say)
@@ -117,10 +117,11 @@ def route(settings: RouterSettings, say: Say) -> None:
         clients.close()
 
 
-def _text_folder(settings: RouterSettings, scratch: Path, say: Say) -> Path:
+def _text_folder(settings: RouterSettings, scratch: Path, stages: StartStages) -> Path:
     if not settings.scripted:
-        stages = StartStages(StageLines(say))
-        return resolve_model(settings.model, stages.begin, own_template=settings.chat_template is None)
+        folder = resolve_model(settings.model, stages, own_template=settings.chat_template is None)
+        stages.end()
+        return folder
     write_byte_tokenizer(scratch)
     return scratch
 

@@ -1,7 +1,7 @@
 """Merges the output of several processes into one log: whole lines, each with the name of its process.
 
-Promises that a line is never interrupted by another. As JSON, each line is an object; what a process writes that is none,
-such as the words of a library, becomes the message of one.
+Promises that a line is never interrupted by another, and wipes what a line of progress has left on a terminal. As JSON, each
+line is an object; what a process writes that is none, such as the words of a library, becomes the message of one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ OBJECT_BYTES_MAX = 1024 * 1024
 """Of a line that begins as an object of JSON: in pieces it would be none."""
 SUPERVISOR = "baton.up"
 _COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
-_DIM, _PLAIN = "\033[2m", "\033[0m"
+_DIM, _PLAIN, _WIPE = "\033[2m", "\033[0m", "\033[2K"
 _MOMENT = re.compile(r"^\d{4}-\d\d-\d\d (\d\d:\d\d:\d\d),\d{3} ")
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
@@ -75,11 +75,11 @@ class MergedLog:
 
     def say(self, text: str) -> None:
         """Log a text of the fleet; several lines stay together."""
-        self._out.write(text + "\n")
+        self._out.write(f"{_WIPE if self._colours else ''}{text}\n")
 
     def _prefix(self, name: str) -> str:
         padded = f"{name:<{self._width}} │"
-        return f"\033[{self._colour_of.get(name, 37)}m{padded}{_PLAIN}" if self._colours else padded
+        return f"{_WIPE}\033[{self._colour_of.get(name, 37)}m{padded}{_PLAIN}" if self._colours else padded
 
 
 class JsonMergedLog(MergedLog):

@@ -35,7 +35,8 @@ from baton.node.log_lines import as_text
 from baton.node.parent_process import bound_to
 from baton.node.process_activity import ProcessActivity
 from baton.node.recording import DUMP_SIGNAL
-from baton.node.start_stages import stage_of, summary_in
+from baton.node.stage_progress import PartUnit, StageProgress
+from baton.node.start_stages import StartStages, stage_of, summary_in
 from baton.up.fleet_plan import SERVING_ROLES, FleetPlan, PlannedProcess, RouterPorts
 from baton.up.health_watch import ANSWER_US, ASK_US, HealthWatch
 from baton.up.merged_log import LineSplitter, MergedLog
@@ -89,10 +90,12 @@ class SupervisedProcess:
 
 
 class Supervisor:
-    def __init__(self, plan: FleetPlan, log: MergedLog, cores: int) -> None:
+    def __init__(self, plan: FleetPlan, log: MergedLog, cores: int, starting: StartStages) -> None:
+        """`starting` is told how many of the processes are ready, until all are."""
         self._plan = plan
         self._log = log
         self._cores = cores
+        self._starting = starting
         environments = process_environments(plan)
         self._of_instances = environments.instance
         self._bind_to_parent = bound_to(os.getpid())
@@ -160,17 +163,31 @@ class Supervisor:
 
     async def _open(self) -> None:
         """Start everything, and print the banner when it serves; returns early on a failure or a signal."""
+        self._starting.begin("starting the router and its instances")
+        self._tell_ready()
+        missing = await self._opened()
+        if missing is not None:
+            self._starting.end()
+            self._log.say(banner(self._plan, self._served, self.url, missing))
+        self._starting.close()
+
+    async def _opened(self) -> list[str] | None:
+        """Instances that are missing when all others serve; None on a failure or a signal."""
         self._start(self._router)
         await self._until(lambda: self._router.is_up or self._router.given_up)
         if self._stopping.is_set() or self._failure():
-            return
+            return None
         for child in self._members:
             self._start(child)
         await self._until(lambda: bool(self._refusal) or all(child.is_up or child.given_up for child in self._members))
         missing = await self._missing()
         self._is_open = True
-        if missing is not None:
-            self._log.say(banner(self._plan, self._served, self.url, missing))
+        return missing
+
+    def _tell_ready(self) -> None:
+        every = (self._router, *self._members)
+        ready = sum(child.is_up for child in every)
+        self._starting.advance(StageProgress(ready, len(every), PartUnit.PROCESSES))
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         """Wait for the condition or for a signal."""
@@ -387,6 +404,7 @@ class Supervisor:
                 self._log.line(child.name, line)
         child.output.clear()
         child.restarts.ready(monotonic_us())
+        self._tell_ready()
         if child.process is not None:
             child.health = asyncio.create_task(self._end_if_hung(child, child.process, url))
         pid = child.process.pid if child.process is not None else 0
