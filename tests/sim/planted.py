@@ -473,6 +473,37 @@ def bill_own_outputs_as_cached(patch: Patch) -> None:
     patch.set("Billing.start", charge)
 
 
+@core("log-probabilities of a prompt keep the number of their row in the step, which in the delivery is a stranger's")
+def give_prompt_logprobs_to_another_row(patch: Patch) -> None:
+    with_then = patch.original("StepSettling._with_prompts")
+
+    def with_prompts(self: StepSettling, step: InFlightStep, result: StepResult, live: Int64s, delivery: Any) -> Any:
+        (serials, *others), prompts = with_then(self, step, result, live, delivery)
+        row_of = {int(step.rows.serials[item.row]): item.row for item in result.prompt_logprobs}
+        last = len(serials) - 1
+        moved = [msgspec.structs.replace(item, row=min(last, row_of[int(serials[item.row])])) for item in prompts]
+        return (serials, *others), tuple(moved)
+
+    patch.set("StepSettling._with_prompts", with_prompts)
+
+
+@core("a prompt whose log-probabilities are asked for is taken from the cache: those of its cached part never come")
+def find_a_prompt_to_be_scored_in_the_cache(patch: Patch) -> None:
+    find_then = patch.original("PrefixLookup.find")
+
+    def find(self: PrefixLookup, request: Request) -> PrefixHit:
+        asked = request.submission
+        sampling = msgspec.structs.replace(asked.sampling, prompt_logprobs=None)
+        request.submission = msgspec.structs.replace(asked, sampling=sampling)
+        try:
+            hit: PrefixHit = find_then(self, request)
+            return hit
+        finally:
+            request.submission = asked
+
+    patch.set("PrefixLookup.find", find)
+
+
 # ── core: the queue, cancelling and the door ─────────────────────────────────────────────────────────────────────────────
 
 
