@@ -35,7 +35,7 @@ from baton.core.engine.request import FinishReason, Move, Phase, Serial, Submiss
 from baton.core.engine.running_set import RunningSet
 from baton.core.engine.scheduler import Scheduler
 from baton.core.engine.settling import StepSettling
-from baton.core.engine.slots import Slots
+from baton.core.engine.slots import NO_REQUEST, Slots
 from baton.core.engine.step_builder import StepBuilder
 from baton.core.engine.step_rows import InFlightStep
 from baton.core.engine.waiting_queue import WaitingQueue
@@ -250,6 +250,15 @@ def blame_the_whole_step(patch: Patch) -> None:
     patch.set("_split_broken", split)
 
 
+@core("a row that is free keeps the phase of the request that was preempted in it")
+def keep_the_phase_of_an_empty_row(patch: Patch) -> None:
+    def vacate(self: Slots, slot: int) -> None:
+        self.serial[slot] = NO_REQUEST
+        self._empty.append(slot)
+
+    patch.set("Slots.vacate", vacate)
+
+
 # ── core: blocks and the prefix cache ────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -365,6 +374,19 @@ def trust_a_full_hit(patch: Patch) -> None:
         return msgspec.structs.replace(hit, computed=hit.computed - 1) if whole else hit
 
     patch.set("PrefixLookup.find", find)
+
+
+@core("a block is published under a key that another block has: the key finds the later one, and both say that it is theirs")
+def name_two_blocks_alike(patch: Patch) -> None:
+    def publish(self: PrefixIndex, keys: Sequence[Key], parents: Sequence[Key], blocks: Sequence[int]) -> list[int]:
+        for key, parent, block in zip(keys, parents, blocks, strict=True):
+            self._block_of[key], self._key_of[block], self._parent_of[block] = block, key, parent
+            self._children[parent] = self._children.get(parent, 0) + 1
+            if self.journal is not None:
+                self.journal.changed(key, True)
+        return list(blocks)
+
+    patch.set("PrefixIndex.publish", publish)
 
 
 # ── core: tokens, ends and bills ─────────────────────────────────────────────────────────────────────────────────────────
