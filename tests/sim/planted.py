@@ -35,7 +35,7 @@ from baton.core.engine.request import FinishReason, Move, Phase, Serial, Submiss
 from baton.core.engine.running_set import RunningSet
 from baton.core.engine.scheduler import Scheduler
 from baton.core.engine.settling import StepSettling
-from baton.core.engine.slots import Slots
+from baton.core.engine.slots import NO_REQUEST, Slots
 from baton.core.engine.step_builder import StepBuilder
 from baton.core.engine.step_rows import InFlightStep
 from baton.core.engine.waiting_queue import WaitingQueue
@@ -250,6 +250,15 @@ def blame_the_whole_step(patch: Patch) -> None:
     patch.set("_split_broken", split)
 
 
+@core("a row that is free keeps the phase of the request that was preempted in it")
+def keep_the_phase_of_an_empty_row(patch: Patch) -> None:
+    def vacate(self: Slots, slot: int) -> None:
+        self.serial[slot] = NO_REQUEST
+        self._empty.append(slot)
+
+    patch.set("Slots.vacate", vacate)
+
+
 # ── core: blocks and the prefix cache ────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -367,6 +376,19 @@ def trust_a_full_hit(patch: Patch) -> None:
     patch.set("PrefixLookup.find", find)
 
 
+@core("a block is published under a key that another block has: the key finds the later one, and both say that it is theirs")
+def name_two_blocks_alike(patch: Patch) -> None:
+    def publish(self: PrefixIndex, keys: Sequence[Key], parents: Sequence[Key], blocks: Sequence[int]) -> list[int]:
+        for key, parent, block in zip(keys, parents, blocks, strict=True):
+            self._block_of[key], self._key_of[block], self._parent_of[block] = block, key, parent
+            self._children[parent] = self._children.get(parent, 0) + 1
+            if self.journal is not None:
+                self.journal.changed(key, True)
+        return list(blocks)
+
+    patch.set("PrefixIndex.publish", publish)
+
+
 # ── core: tokens, ends and bills ─────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -471,6 +493,37 @@ def bill_own_outputs_as_cached(patch: Patch) -> None:
         request.bill.cached_tokens = found
 
     patch.set("Billing.start", charge)
+
+
+@core("log-probabilities of a prompt keep the number of their row in the step, which in the delivery is a stranger's")
+def give_prompt_logprobs_to_another_row(patch: Patch) -> None:
+    with_then = patch.original("StepSettling._with_prompts")
+
+    def with_prompts(self: StepSettling, step: InFlightStep, result: StepResult, live: Int64s, delivery: Any) -> Any:
+        (serials, *others), prompts = with_then(self, step, result, live, delivery)
+        row_of = {int(step.rows.serials[item.row]): item.row for item in result.prompt_logprobs}
+        last = len(serials) - 1
+        moved = [msgspec.structs.replace(item, row=min(last, row_of[int(serials[item.row])])) for item in prompts]
+        return (serials, *others), tuple(moved)
+
+    patch.set("StepSettling._with_prompts", with_prompts)
+
+
+@core("a prompt whose log-probabilities are asked for is taken from the cache: those of its cached part never come")
+def find_a_prompt_to_be_scored_in_the_cache(patch: Patch) -> None:
+    find_then = patch.original("PrefixLookup.find")
+
+    def find(self: PrefixLookup, request: Request) -> PrefixHit:
+        asked = request.submission
+        sampling = msgspec.structs.replace(asked.sampling, prompt_logprobs=None)
+        request.submission = msgspec.structs.replace(asked, sampling=sampling)
+        try:
+            hit: PrefixHit = find_then(self, request)
+            return hit
+        finally:
+            request.submission = asked
+
+    patch.set("PrefixLookup.find", find)
 
 
 # ── core: the queue, cancelling and the door ─────────────────────────────────────────────────────────────────────────────

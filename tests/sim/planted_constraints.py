@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from baton.core.engine.plan import Int64s, RowOutcome, Start, StepResult
-from baton.core.engine.request import NO_TOKENS, Sampling, Submission
+from baton.core.engine.request import NO_TOKENS, Sampling, Submission, Tokens
+from baton.core.engine.running_set import RunningSet
 from baton.core.engine.settling import Bools, StepSettling
+from baton.core.engine.step_builder import StepBuilder
 from baton.core.engine.step_rows import InFlightStep
 from baton.core.routing.attempts import Attempts
 from baton.core.routing.routed_request import RoutedChoice
@@ -35,6 +40,30 @@ def forget_outputs_when_a_matcher_is_rebuilt(patch: Patch) -> None:
 
     patch.set("ScriptedExecutor._matcher_of", matcher_of)
     patch.set("ScriptedExecutor._take", take)
+
+
+@core("who starts again does so with the first token of its answer counted as prompt: its matcher cannot follow the others")
+def rebuild_a_matcher_without_the_first_token(patch: Patch) -> None:
+    start_then = patch.original("RunningSet.start_row")
+
+    def start_row(self: RunningSet, step: StepBuilder, slot: int, tokens: Tokens, computed: int) -> None:
+        start_then(self, step, slot, tokens, computed)
+        if len(self.occupant(slot).outputs):
+            start = step.starts.pop()
+            step.starts.append(replace(start, prompt_tokens=start.prompt_tokens + 1))
+
+    patch.set("RunningSet.start_row", start_row)
+
+
+@executor("a bad word is compared with as many tokens as it has, not with one less: of several tokens none is ever found")
+def find_no_bad_word_of_several_tokens(patch: Patch) -> None:
+    permits_then = patch.original("_permits")
+
+    def permits(sampling: Sampling, outputs: Sequence[int], vocabulary: int, matcher: Matcher | None) -> Any:
+        found = tuple(w for w in sampling.bad_words if len(w) == 1 or tuple(outputs[-len(w) :]) == w[:-1])
+        return permits_then(msgspec.structs.replace(sampling, bad_words=found), outputs, vocabulary, matcher)
+
+    patch.set("_permits", permits)
 
 
 @executor("a slot is used again and keeps the grammar of the answer before: an answer in a stranger's schema")

@@ -44,6 +44,7 @@ from baton.core.handover.prefill_handovers import PrefillHandover, PrefillHandov
 from baton.core.handover.prefill_sending import PrefillSending
 from baton.core.handover.prefill_side import PrefillSide
 from baton.core.handover.protocol import Acts
+from baton.wire.peer_messages import Register
 from tests.sim.planted import BUGS, Patch, core, wire
 
 __all__ = ["BUGS"]
@@ -646,6 +647,23 @@ def _said_otherwise(patch: Patch, kind: type[Any], alter: Callable[[Any], Any]) 
 
 def _asked_otherwise(patch: Patch, alter: Callable[[Submission], Submission]) -> None:
     _said_otherwise(patch, Ask, lambda ask: msgspec.structs.replace(ask, submission=alter(ask.submission)))
+
+
+def _registered_otherwise(patch: Patch, alter: Callable[[Register], Register]) -> None:
+    encode_then = patch.original("encode_registration")
+    patch.set("encode_registration", lambda item: encode_then(alter(item) if isinstance(item, Register) else item))
+
+
+@wire("a registration names a size of layers once, however many there are: peers of one model take each other for another's")
+def register_each_size_of_a_layer_once(patch: Patch) -> None:
+    _registered_otherwise(
+        patch, lambda item: msgspec.structs.replace(item, layer_bytes=tuple(dict.fromkeys(item.layer_bytes)))
+    )
+
+
+@wire("an instance registers under the first word of its name, as if it were a host's: nobody has connected to that one")
+def register_under_the_first_word_of_a_name(patch: Patch) -> None:
+    _registered_otherwise(patch, lambda item: msgspec.structs.replace(item, name=item.name.split()[0]))
 
 
 @wire("an ask loses the tenant's salt")

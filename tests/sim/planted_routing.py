@@ -24,12 +24,12 @@ from baton.core.errors import RefusalCode
 from baton.core.routing.adoption import Adoption
 from baton.core.routing.attempts import Attempts
 from baton.core.routing.events import AttemptRefused, Heartbeat, HeldChoice, Instance, Session, TellPrefillPeers
-from baton.core.routing.fleet_members import FleetMember, FleetMembers, MemberMove, MemberState
+from baton.core.routing.fleet_members import FleetMember, FleetMembers, MemberMove, MemberState, Suspicion
 from baton.core.routing.identity import RequestNumber
 from baton.core.routing.placement import Placement, PlacementDemand
 from baton.core.routing.placement_queue import PlacementQueue
 from baton.core.routing.prefix_directory import PrefixDirectory
-from baton.core.routing.routed_request import RoutedChoice, RoutedRequest
+from baton.core.routing.routed_request import ChoiceMove, ChoiceState, RoutedChoice, RoutedRequest, loss_of
 from baton.core.routing.routed_requests import MoveCause, RoutedRequests
 from baton.core.routing.router import Router
 from baton.core.routing.server_absence import ServerAbsence
@@ -345,6 +345,27 @@ def suspect_nobody(patch: Patch) -> None:
     patch.set("FleetMembers.silent", lambda self, now_us: [])
 
 
+@core("only an engine without work counts as one that makes progress: who always computes is taken out as stuck")
+def take_work_for_a_hang(patch: Patch) -> None:
+    beaten_then = patch.original("FleetMembers.beaten")
+
+    def beaten(self: FleetMembers, member: FleetMember, sign: Heartbeat, now_us: int) -> Any:
+        member.ledger = msgspec.structs.replace(member.ledger, steps=sign.ledger.steps)
+        return beaten_then(self, member, sign, now_us)
+
+    patch.set("FleetMembers.beaten", beaten)
+
+
+@core("a router that has slept takes that for silence of all its instances, and does not look twice")
+def blame_others_for_its_own_sleep(patch: Patch) -> None:
+    def silent(self: FleetMembers, now_us: int) -> list[Suspicion]:
+        unheard = [member for member in self.members.values() if now_us - member.heard_us >= self._config.suspect_us]
+        return [Suspicion(member, "suspected", "no sign of life") for member in unheard]
+
+    patch.set("FleetMembers.silent", silent)
+    patch.set("FleetMembers.excuse", lambda self, late_us: None)
+
+
 @core("an engine that stands still is not noticed behind a front end that does not")
 def overlook_a_silent_engine(patch: Patch) -> None:
     beaten_then = patch.original("FleetMembers.beaten")
@@ -459,6 +480,17 @@ def never_clear_out(patch: Patch) -> None:
     patch.set("move_all", lambda self, member: None)
 
 
+@core("what an instance that drains has open goes on elsewhere, and it is not told: two instances compute one answer")
+def clear_out_without_a_word(patch: Patch) -> None:
+    def move_all(self: Attempts, member: FleetMember) -> None:
+        if not self._requests.fleet.servers:
+            return
+        for choice in [choice for choice in member.choices.values() if choice.state is ChoiceState.OPEN]:
+            self.go_on_elsewhere(choice, MoveCause.DRAINED, loss_of(choice, f"{member.name} drains"))
+
+    patch.set("Attempts.move_all", move_all)
+
+
 @core("an instance that is gone still counts as one that can prefill")
 def send_to_a_giver_that_is_gone(patch: Patch) -> None:
     list_then = patch.original("FleetMembers._list")
@@ -558,6 +590,22 @@ def throw_away_what_was_kept(patch: Patch) -> None:
         return (), tuple(item.serial for item in held)
 
     patch.set("Adoption.adopt", adopt)
+
+
+@core("the longer of two histories of an orphan is taken up, and the instance with the shorter one goes on with it")
+def leave_the_shorter_history_running(patch: Patch) -> None:
+    wait_then = patch.original("_make_wait")
+
+    def make_wait(self: Adoption, choice: RoutedChoice, item: HeldChoice) -> None:
+        requests = self._requests
+        if choice.state in (ChoiceState.ABSENT, ChoiceState.WAITING):
+            wait_then(self, choice, item)
+            return
+        requests.leave(choice)
+        requests.move(choice, ChoiceMove.LOSE)
+        requests.queue.enter(choice, requests.now_us + requests.config.backoff_us_max)
+
+    patch.set("_make_wait", make_wait)
 
 
 @core("a body that is over is found again at an instance that comes back, and begins once more")

@@ -10,6 +10,8 @@ from functools import cache
 
 import pytest
 
+from baton.core.engine.laws import LAWS
+from baton.sim import law_names
 from baton.sim.fuzzed_run import WorldVerdict, run_seed
 from tests.sim import planted_peers, planted_routing, planted_tiers
 from tests.sim.planted import Bug, Catch, read_catches
@@ -19,6 +21,13 @@ from tests.support.planting import Patch, planted
 from tests.support.quick_sample import one_in
 
 CATCHES = read_catches()
+NAMED = [*LAWS, *(value for name, value in vars(law_names).items() if name.isupper() and isinstance(value, str))]
+"""The laws of a worker, then those of worlds."""
+WITHOUT_A_BUG = {
+    "prefills": "nearly always one prefill at most has begun and is not whole; an admission that looks at its first chunk "
+    "only, or at nothing that is kept, breaks a promise or asks for blocks that are not there before two lack too many",
+}
+"""Laws that catch no planted bug, each with the reason."""
 HINT = "search again: python -m tests.sim.search_planted --names {}"
 
 
@@ -33,7 +42,7 @@ def test_the_registry_is_large_enough_and_every_bug_is_on_record() -> None:
     of_peers = [bug for bug in BUGS.values() if bug.plant.__module__ == planted_peers.__name__]
     of_routers = [bug for bug in BUGS.values() if bug.plant.__module__ == planted_routing.__name__]
     of_tiers = [bug for bug in BUGS.values() if bug.plant.__module__ == planted_tiers.__name__]
-    assert len(BUGS) >= 285
+    assert len(BUGS) >= 297
     assert len(of_tiers) >= 30
     assert len(of_peers) >= 40
     assert len(of_routers) >= 40
@@ -41,6 +50,18 @@ def test_the_registry_is_large_enough_and_every_bug_is_on_record() -> None:
     assert layers.count("executor") >= 3
     assert layers.count("wire") >= 6
     assert list(CATCHES) == list(BUGS), HINT.format("…")
+
+
+@pytest.mark.parametrize("law", NAMED)
+def test_every_law_catches_a_planted_bug(law: str) -> None:
+    """A law that nothing breaks may be one that nothing can break."""
+    caught = [name for name, catch in CATCHES.items() if catch.law == law]
+    hint = "plant a bug that it catches, and search for a seed with --law"
+    assert bool(caught) is (law not in WITHOUT_A_BUG), f"{law}: it catches {caught}; {hint}"
+
+
+def test_the_laws_without_a_planted_bug_are_laws() -> None:
+    assert WITHOUT_A_BUG.keys() <= {*NAMED}
 
 
 @pytest.mark.parametrize("bug", BUGS.values(), ids=list(BUGS))
