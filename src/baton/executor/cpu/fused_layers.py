@@ -46,12 +46,10 @@ class PackedLinear(torch.nn.Module):
         self._kernels = kernels
         self._weights = packed(torch.cat([linear.weight.detach() for linear in linears]))
         self._bias = joined_bias(linears)
-        self._dim = linears[0].in_features
 
     @property
     def linear_map(self) -> LinearMap:
-        bias = None if self._bias is None else self._bias.data_ptr()
-        return LinearMap(self._weights.panels.data_ptr(), bias, self._dim, self._weights.outputs)
+        return self._weights.linear_map(self._bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
