@@ -765,28 +765,31 @@ inline int threads_for(int64_t rows, int threads) { return rows > 8 ? threads : 
     }                                                                                                                     \
     void baton_norm_##SUFFIX(const void* x, const float* weight, void* out, int64_t rows, int dim, float epsilon,         \
                              int threads) {                                                                               \
-        in_team(threads_for(rows, threads), [=] { norm_team<TYPE>(x, weight, out, nullptr, rows, dim, epsilon); });                \
+        in_team(threads_for(rows, threads), [=] { norm_team<TYPE>(x, weight, out, nullptr, rows, dim, epsilon); });       \
     }                                                                                                                     \
     void baton_gate_##SUFFIX(const void* x, void* out, int64_t rows, int dim, int kind, int threads) {                    \
-        in_team(threads_for(rows, threads), [=] { gate_team<TYPE>(x, out, nullptr, rows, dim, kind); });                           \
+        in_team(threads_for(rows, threads), [=] { gate_team<TYPE>(x, out, nullptr, rows, dim, kind); });                  \
     }                                                                                                                     \
-    void baton_head_##SUFFIX(const Map* map, const void* x, void* groups, float* out, int rows, int threads) {           \
-        in_team(threads, [=] {                                                                                           \
-            if (takes_groups(*map)) quantise_team<TYPE>(x, static_cast<Group*>(groups), rows, map->dim);                 \
-            head_team<TYPE>(*map, x, static_cast<Group*>(groups), out, rows);                                            \
-        });                                                                                                              \
-    }                                                                                                                    \
-    void baton_linear_##SUFFIX(const Map* map, const void* x, void* groups, const void* residual, void* out, int rows,   \
-                               int threads) {                                                                            \
-        in_team(threads, [=] {                                                                                           \
-            if (takes_groups(*map)) quantise_team<TYPE>(x, static_cast<Group*>(groups), rows, map->dim);                 \
-            map_team<TYPE>(*map, x, static_cast<Group*>(groups), residual, out, rows);                                   \
-        });                                                                                                              \
-    }                                                                                                                    \
+    void baton_head_##SUFFIX(const Map* map, const void* x, void* groups, float* out, int rows, int threads) {            \
+        in_team(threads, [=] {                                                                                            \
+            if (takes_groups(*map)) quantise_team<TYPE>(x, static_cast<Group*>(groups), rows, map->dim);                  \
+            head_team<TYPE>(*map, x, static_cast<Group*>(groups), out, rows);                                             \
+        });                                                                                                               \
+    }                                                                                                                     \
+    void baton_linear_##SUFFIX(const Map* map, const void* x, void* groups, const void* residual, void* out, int rows,    \
+                               int threads) {                                                                             \
+        in_team(threads, [=] {                                                                                            \
+            if (takes_groups(*map)) quantise_team<TYPE>(x, static_cast<Group*>(groups), rows, map->dim);                  \
+            map_team<TYPE>(*map, x, static_cast<Group*>(groups), residual, out, rows);                                    \
+        });                                                                                                               \
+    }                                                                                                                     \
     void baton_lookup_##SUFFIX(const void* panels, int format, const int64_t* ids, int count, int dim, void* out, int threads) {\
-        in_team(threads_for(count, threads),                                                                             \
-                [=] { lookup_team<TYPE>(static_cast<const uint8_t*>(panels), format, ids, count, dim, out); });          \
-    }                                                                                                                    \
+        in_team(threads_for(count, threads),                                                                              \
+                [=] { lookup_team<TYPE>(static_cast<const uint8_t*>(panels), format, ids, count, dim, out); });           \
+    }                                                                                                                     \
+    void baton_encode_##SUFFIX(int format, const void* rows, int outputs, int dim, void* out, int threads) {              \
+        in_team(threads, [=] { encode_team<TYPE>(format, rows, outputs, dim, static_cast<uint8_t*>(out)); });             \
+    }                                                                                                                     \
     void baton_layer_##SUFFIX(const LayerArguments* l, const StepArguments* s, const void* x, void* out) {                \
         in_team(s->threads, [=] { layer_team<TYPE>(*l, *s, x, out); });                                                   \
     }

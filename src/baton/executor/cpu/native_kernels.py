@@ -164,7 +164,9 @@ class LayerArguments(ctypes.Structure):
     @property
     def scratch_width(self) -> int:
         """Numbers of working memory for each token: as `layer_team` divides it."""
-        widest = max(self.qkv.dim, self.heads * self.dim, self.down.dim)  # of what is quantised; a group takes less than that
+        widest = max(
+            self.qkv.dim, self.heads * self.dim, self.down.dim
+        )  # of what is quantised; a group takes less than that
         return int(2 * self.qkv.dim + self.qkv.outputs + self.heads * self.dim + 3 * self.down.dim + widest)
 
 
@@ -202,19 +204,22 @@ class NativeKernels:
         self._gate = library[f"baton_gate_{suffix}"]
         self._head = library[f"baton_head_{suffix}"]
         self._lookup = library[f"baton_lookup_{suffix}"]
+        self._encode = library[f"baton_encode_{suffix}"]
         self._pack = library["baton_pack"]
         self._panel_bytes = library["baton_panel_bytes"]
         for function in (self.attend, self.write, self.rotate):
             function.restype = None
             function.argtypes = [_Pointer]
-        for function in (self._norm, self._gate, self._head, self._layer, self._linear, self._lookup, self._pack):
+        for function in (self._norm, self._gate, self._head, self._layer, self._linear, self._lookup):
             function.restype = None
+        self._pack.restype = self._encode.restype = None
         self._panel_bytes.restype = _Stride
         self._panel_bytes.argtypes = [_Int, _Int]
         self._layer.argtypes = [_Pointer, _Pointer, _Pointer, _Pointer]
         self._linear.argtypes = [_Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Int, _Int]
         self._head.argtypes = [_Pointer, _Pointer, _Pointer, _Pointer, _Int, _Int]
         self._lookup.argtypes = [_Pointer, _Int, _Pointer, _Int, _Int, _Pointer, _Int]
+        self._encode.argtypes = [_Int, _Pointer, _Int, _Int, _Pointer, _Int]
         self._pack.argtypes = [_Int, _Pointer, _Pointer, _Int, _Int, _Pointer, _Int]
         self._norm.argtypes = [_Pointer, _Pointer, _Pointer, _Stride, _Int, _Float, _Int]
         self._gate.argtypes = [_Pointer, _Pointer, _Stride, _Int, _Int, _Int]
@@ -273,19 +278,29 @@ class NativeKernels:
         ids = ids.contiguous()
         out = torch.empty(*ids.shape, weights.dim, dtype=self.dtype)
         threads = torch.get_num_threads()
-        self._lookup(
-            part.panels.data_ptr(), part.format, ids.data_ptr(), ids.numel(), weights.dim, out.data_ptr(), threads
-        )
+        self._lookup(part.panels.data_ptr(), part.format, ids.data_ptr(), ids.numel(), weights.dim, out.data_ptr(), threads)
         return out
 
     def pack(self, form: WeightFormat, rows: np.ndarray, order: np.ndarray, dim: int) -> PackedWeights:
         """Panels of quantised rows as a GGUF file has them; `order` names the row of each output."""
         outputs = len(order)
-        panels = torch.empty(-(-outputs // LANES) * self._panel_bytes(form, dim), dtype=torch.uint8)
+        panels = self._room_for_panels(form, outputs, dim)
         order = np.ascontiguousarray(order, dtype=np.int64)
         rows = np.ascontiguousarray(rows)
         self._pack(form, rows.ctypes.data, order.ctypes.data, outputs, dim, panels.data_ptr(), torch.get_num_threads())
         return PackedWeights((PackedPart(panels, outputs, form),), dim)
+
+    def encode(self, form: WeightFormat, weight: torch.Tensor) -> PackedWeights:
+        """Panels of contiguous [outputs, dim] floats quantised as Q8_0 or Q4_1; `dim` is a multiple of a group."""
+        if form not in (WeightFormat.Q8_0, WeightFormat.Q4_1):
+            raise ValueError(f"floats are not quantised as {form.name} here")
+        outputs, dim = weight.shape
+        panels = self._room_for_panels(form, outputs, dim)
+        self._encode(form, weight.data_ptr(), outputs, dim, panels.data_ptr(), torch.get_num_threads())
+        return PackedWeights((PackedPart(panels, outputs, form),), dim)
+
+    def _room_for_panels(self, form: WeightFormat, outputs: int, dim: int) -> torch.Tensor:
+        return torch.empty(-(-outputs // LANES) * self._panel_bytes(form, dim), dtype=torch.uint8)
 
 
 def _room_for_groups(x: torch.Tensor) -> torch.Tensor:

@@ -521,6 +521,68 @@ void lookup_team(const uint8_t* panels, int format, const int64_t* rows, int cou
         });
 }
 
+// The nearest float16, ties to even; beyond its range the largest.
+inline uint16_t half_bits(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    const uint16_t sign = static_cast<uint16_t>(bits >> 16 & 0x8000u);
+    const float size = std::fabs(x);
+    if (!(size < 65520.0f)) return sign | 0x7bff;
+    if (size < 6.103515625e-5f) return sign | static_cast<uint16_t>(std::nearbyint(size * 16777216.0f));
+    bits &= 0x7fffffffu;
+    return sign | static_cast<uint16_t>((bits + 0xfffu + (bits >> 13 & 1)) >> 13) - (112 << 10);
+}
+
+// A block of a file from 32 floats: the largest becomes 127.
+inline void encode_q8_0(const float* x, uint8_t* to) {
+    float peak = 0.0f;
+    for (int i = 0; i < GROUP; i++) peak = std::max(peak, std::fabs(x[i]));
+    const uint16_t scale = half_bits(peak / 127.0f);
+    const float inverse = peak > 0.0f ? 127.0f / peak : 0.0f;
+    std::memcpy(to, &scale, 2);
+    for (int i = 0; i < GROUP; i++) to[2 + i] = static_cast<uint8_t>(static_cast<int>(std::nearbyint(x[i] * inverse)));
+}
+
+// The least becomes 0, the largest 15.
+inline void encode_q4_1(const float* x, uint8_t* to) {
+    const float low = *std::min_element(x, x + GROUP), high = *std::max_element(x, x + GROUP);
+    const float span = high - low, inverse = span > 0.0f ? 15.0f / span : 0.0f;
+    const uint16_t head[2] = {half_bits(span / 15.0f), half_bits(low)};
+    std::memcpy(to, head, 4);
+    for (int i = 0; i < GROUP / 2; i++) {
+        const int below = static_cast<int>(std::nearbyint((x[i] - low) * inverse));
+        const int above = static_cast<int>(std::nearbyint((x[i + GROUP / 2] - low) * inverse));
+        to[4 + i] = static_cast<uint8_t>(below | above << 4);
+    }
+}
+
+// Panels of Q8_0 or Q4_1 from rows of floats.
+template <typename T>
+void encode_team(int format, const void* rows_, int outputs, int dim, uint8_t* out) {
+    const typename T::Element* rows = static_cast<const typename T::Element*>(rows_);
+    const int64_t stride = panel_bytes(format, dim);
+    const int panels = (outputs + LANES - 1) / LANES;
+#pragma omp for schedule(static)
+    for (int p = 0; p < panels; p++) {
+        std::memset(out + p * stride, 0, stride);
+        for (int lane = 0; lane < LANES && p * LANES + lane < outputs; lane++)
+            for (int d = 0; d < dim; d += GROUP) {
+                const typename T::Element* from = rows + static_cast<int64_t>(p * LANES + lane) * dim + d;
+                float x[GROUP];
+                uint8_t block[FormatQ8_0::FILE_BYTES];
+                for (int i = 0; i < GROUP; i++) x[i] = T::wide(from[i]);
+                uint8_t* panel = out + p * stride;
+                if (format == Q8_0) {
+                    encode_q8_0(x, block);
+                    FormatQ8_0::pack(block, panel + d / GROUP * FormatQ8_0::BYTES, lane);
+                } else {
+                    encode_q4_1(x, block);
+                    FormatQ4_1::pack(block, panel + d / GROUP * FormatQ4_1::BYTES, lane);
+                }
+            }
+    }
+}
+
 // Panels from rows as they lie in a file. order: the row for each output; a panel's missing rows are zeros.
 inline void pack_team(int format, const uint8_t* rows, const int64_t* order, int outputs, int dim, uint8_t* out) {
     const int64_t stride = panel_bytes(format, dim);
