@@ -26,6 +26,12 @@ QUESTIONS = (
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
+    return resolve_model("smollm2", print, as_safetensors=True)
+
+
+@pytest.fixture(scope="module")
+def kept() -> Path:
+    """With the weights of its file as they are."""
     return resolve_model("smollm2", print)
 
 
@@ -76,8 +82,10 @@ def test_greedy_tokens_agree_with_transformers(
     print(f"{attention}: {len(prompts)} prompts of {NEW_TOKENS} tokens, {ties} left the reference at a tie")
 
 
-def test_bfloat16_knows_the_capital_of_france(folder: Path, prompts: list[list[int]]) -> None:
-    executor = TorchCpuExecutor.load(folder, dtype="bfloat16", slots=1, blocks=8)
+@pytest.mark.parametrize("form", ["bfloat16", "as in its file"])
+def test_it_knows_the_capital_of_france(folder: Path, kept: Path, prompts: list[list[int]], form: str) -> None:
+    executor = TorchCpuExecutor.load(folder if form == "bfloat16" else kept, dtype="bfloat16", slots=1, blocks=8)
+    assert ("weights in Q4_1 and Q8_0" in executor.details) is (form != "bfloat16")
     driver = Planner(executor)
     driver.add(prompts[0], 8)
     (output,) = driver.run()

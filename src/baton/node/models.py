@@ -2,10 +2,10 @@
 
 A model is a folder, a `.gguf` file, a built-in name, or a shape whose weights are drawn when it is loaded. Of a GGUF file a
 folder is made once, in the cache, through the reader of `transformers`: configuration and tokeniser, and if asked its
-weights as safetensors, otherwise a note of the file, whose weights are served as they are. A folder in the cache is made under
-another name and renamed into place when complete: a killed process leaves no model behind, and of two processes that race the
-second uses the first one's folder. Nothing is ever fetched from a model hub, and no pickle is ever opened. `node.model_folder` says what is
-wrong with a folder.
+weights as safetensors, otherwise a note of the file, whose weights are served as they are. A folder in the cache is made
+under another name and renamed into place when complete: a killed process leaves no model behind, and of two processes that
+race the second uses the first one's folder. Nothing is ever fetched from a model hub, and no pickle is ever opened.
+`node.model_folder` says what is wrong with a folder.
 """
 
 from __future__ import annotations
