@@ -1,4 +1,4 @@
-"""Models whose weights stay quantised: the tokens of the dequantised weights, and the same bits however they are computed."""
+"""Models whose weights stay quantised: tokens of the dequantised weights, and the same bits however they are computed."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from baton.executor.fingerprint import model_mark
 from baton.executor.gguf_conversion import take_floats
 from baton.executor.gguf_weights import read_gguf_model
 from baton.executor.model_shapes import ModelShape, note_shape
+from baton.executor.paged_attention import register_attention
 from tests.support.driver import submission
 from tests.support.gguf_files import CONTEXT, FORMATS, LAYERS, MIXED, VOCABULARY, GgufModel, write_gguf_model
 from tests.support.guessing import drafting
@@ -66,6 +67,7 @@ def reference(model: GgufModel) -> PreTrainedModel:
 
 
 def test_weights_and_tokens_are_those_of_the_dequantised_file(model: GgufModel) -> None:
+    register_attention()
     wanted, kernels = reference(model), load_kernels(torch.float32)
     assert kernels is not None
     kept = read_gguf_model(model.file, model.config, torch.float32, kernels)
@@ -114,33 +116,27 @@ def test_layers_whose_kv_is_announced_have_the_bits_of_those_in_one_call(machine
         machine.executor.on_layer = None
 
 
-def test_an_answer_cut_at_any_token_goes_on_elsewhere_with_its_kv_or_without(model: GgufModel, machine: Machine) -> None:
+def test_an_answer_cut_at_any_token_goes_on_elsewhere_with_its_kv_or_without(model: GgufModel) -> None:
     """As after a preemption, a hand-over, or KV coming back from a tier."""
-    whole = generated(machine.executor, PROMPTS[1], NEW_TOKENS)
-    other = loaded(model.folder)
-    assert other.fingerprint == machine.executor.fingerprint
+    one, other = Planner(loaded(model.folder)), Planner(loaded(model.folder))
+    assert one.executor.fingerprint == other.executor.fingerprint
+    whole = generated(one, PROMPTS[1], NEW_TOKENS)
     for cut in (1, 5):
         assert generated(other, [*PROMPTS[1], *whole[:cut]], NEW_TOKENS - cut) == whole[cut:]
-    giver = Planner(loaded(model.folder))
-    lane = giver.add(PROMPTS[1], 1)
-    giver.run()
-    taker = Planner(loaded(model.folder))
-    tokens = [*PROMPTS[1], *lane.outputs]
-    taken = taker.add(tokens, NEW_TOKENS - 1, computed=len(PROMPTS[1]))
-    for source, target in zip(lane.blocks, taken.blocks, strict=False):
-        put_block(taker.executor.kv, target, blocks_as_bytes(giver.executor.kv, [source])[0])
-    taker.run()
-    assert [*lane.outputs, *taken.outputs] == whole
-    for executor in (other, giver.executor, taker.executor):
-        executor.close()
+    given = one.add(PROMPTS[1], 1)
+    one.run()
+    taken = other.add([*PROMPTS[1], *given.outputs], NEW_TOKENS - 1, computed=len(PROMPTS[1]))
+    for source, target in zip(given.blocks, taken.blocks, strict=False):
+        put_block(other.executor.kv, target, blocks_as_bytes(one.executor.kv, [source])[0])
+    other.run()
+    assert [*given.outputs, *taken.outputs] == whole
+    one.executor.close(), other.executor.close()
 
 
-def generated(executor: TorchCpuExecutor, prompt: list[int], new_tokens: int) -> list[int]:
-    planner = Planner(executor)
+def generated(planner: Planner, prompt: list[int], new_tokens: int) -> list[int]:
     lane = planner.add(prompt, new_tokens)
     planner.run()
     planner.stop(lane)
-    planner.take_step()
     return lane.outputs
 
 
@@ -194,7 +190,7 @@ def test_what_the_kernels_cannot_have_becomes_floats_and_the_log_says_so(
     assert "weights: all of Q4_1.gguf as float16: there are no kernels for them" in caplog.text
     with caplog.at_level("INFO"):
         executor = loaded(tmp_path, attention="gather")
-    tokens = generated(executor, PROMPTS[0], 4)
+    tokens = generated(Planner(executor), PROMPTS[0], 4)
     executor.close()
     assert "weights: as in the file: 16 Q4_1" in caplog.text
     assert len(tokens) == 4

@@ -131,12 +131,12 @@ def _checked(reader: _HeaderReader) -> GgufHeader:
     version = reader.integer("<I")
     if version not in VERSIONS:
         raise BadGguf(f"it has version {version}, and {' and '.join(map(str, VERSIONS))} can be read")
-    tensors, fields = reader.integer("<Q"), reader.integer("<Q")
-    _limit("tensors", tensors, TENSORS_MAX)
+    count, fields = reader.integer("<Q"), reader.integer("<Q")
+    _limit("tensors", count, TENSORS_MAX)
     _limit("fields", fields, FIELDS_MAX)
     for _ in range(fields):
         _check_field(reader)
-    for _ in range(tensors):
+    for _ in range(count):
         _check_tensor(reader)
     begin = _check_data(reader)
     tensors = [replace(tensor, offset=begin + tensor.offset) for tensor in reader.tensors]

@@ -44,7 +44,8 @@ def read_gguf_model(
 ) -> PreTrainedModel:
     """Without kernels, or for an architecture whose tensors are rearranged, all weights become floats of `dtype`."""
     header = read_gguf_header(gguf)
-    processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=config.to_dict())
+    make = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)
+    processor: TensorProcessor = make(config=config.to_dict())  # type: ignore[no-untyped-call]
     with _parameters_on_meta():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             config, dtype=dtype, attn_implementation=ATTENTION_NAME
@@ -56,10 +57,9 @@ def read_gguf_model(
         return model
     names = get_gguf_hf_weights_map(model, processor)
     tensors = _Tensors(np.memmap(gguf, dtype=np.uint8, mode="r"), processor, names)
-    kept, floats = [], []
-    for tensor in header.tensors:
-        if tensor.name in names:
-            (kept if _can_keep(model, names[tensor.name], tensor) else floats).append(tensor)
+    needed = [tensor for tensor in header.tensors if tensor.name in names]
+    kept = [tensor for tensor in needed if _can_keep(model, names[tensor.name], tensor)]
+    floats = [tensor for tensor in needed if tensor not in kept]
     model.load_state_dict({names[t.name]: tensors.floats(t, dtype) for t in floats}, strict=False, assign=True)
     model.tie_weights()
     for tensor in kept:
@@ -92,10 +92,10 @@ class _Tensors:
 
     def _placed(self, tensor: GgufTensor, values: np.ndarray) -> np.ndarray:
         """In the order that the model wants."""
-        placed: np.ndarray = self.processor.process(
+        placed = self.processor.process(  # type: ignore[no-untyped-call]
             weights=values, name=tensor.name, tensor_key_mapping=self.names, parsed_parameters={}
-        ).weights
-        return placed
+        )
+        return np.asarray(placed.weights)
 
 
 def _format_of(tensor: GgufTensor) -> WeightFormat:
@@ -109,7 +109,8 @@ def _can_keep(model: PreTrainedModel, name: str, tensor: GgufTensor) -> bool:
     module = model.get_submodule(path)
     if type(module) is torch.nn.Embedding:
         return True
-    return type(module) is torch.nn.Linear and (can_pack(module) or module is model.get_output_embeddings())
+    head: object = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    return type(module) is torch.nn.Linear and (can_pack(module) or module is head)
 
 
 def _keep(model: PreTrainedModel, name: str, weights: PackedWeights, kernels: NativeKernels) -> None:
@@ -134,7 +135,8 @@ def _parameters_on_meta() -> Iterator[None]:
     def on_meta(_module: torch.nn.Module, _name: str, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
         return torch.nn.Parameter(parameter.to("meta"), requires_grad=False)
 
-    handle = torch.nn.modules.module.register_module_parameter_registration_hook(on_meta)
+    register = torch.nn.modules.module.register_module_parameter_registration_hook
+    handle = register(on_meta)  # type: ignore[arg-type]  # its annotation knows no hook that answers
     try:
         yield
     finally:

@@ -58,12 +58,12 @@ class FastLayer(torch.nn.Module):
         self._index = index
         self._first = _norm(layer.get_submodule("input_layernorm"), offset)
         self._second = _norm(layer.get_submodule("post_attention_layernorm"), offset)
-        self._qkv = packed_linear([linear_of(attention, name) for name in ("q_proj", "k_proj", "v_proj")], kernels)
-        self._o = packed_linear([linear_of(attention, "o_proj")], kernels)
-        self._gate_up = packed_linear([linear_of(mlp, name) for name in ("gate_proj", "up_proj")], kernels)
-        self._down = packed_linear([linear_of(mlp, "down_proj")], kernels)
+        self._qkv = packed_linear([_map_of(attention, name) for name in ("q_proj", "k_proj", "v_proj")], kernels)
+        self._o = packed_linear([_map_of(attention, "o_proj")], kernels)
+        self._gate_up = packed_linear([_map_of(mlp, name) for name in ("gate_proj", "up_proj")], kernels)
+        self._down = packed_linear([_map_of(mlp, "down_proj")], kernels)
         self._gate_kind = gate_kind(mlp)
-        self._heads = linear_of(attention, "q_proj").out_features // spec.key_dim
+        self._heads = _map_of(attention, "q_proj").out_features // spec.key_dim
         self._qk_norms = _qk_norms(attention, offset)
         self._arguments = self._layer_arguments()
         for name in CARRIED_NAMES:
@@ -158,11 +158,17 @@ class FastNorm(torch.nn.Module):
         return self._kernels.norm(x.contiguous(), self._norm.weight, self._norm.epsilon)
 
 
-def linear_of(module: torch.nn.Module, name: str) -> AnyLinear:
+def linear_of(module: torch.nn.Module, name: str) -> torch.nn.Linear:
+    """A map of floats."""
     part = module.get_submodule(name)
-    if not isinstance(part, torch.nn.Linear | PackedLinear):
+    if not isinstance(part, torch.nn.Linear):
         raise TypeError(f"{name} is not a linear map")
     return part
+
+
+def _map_of(module: torch.nn.Module, name: str) -> AnyLinear:
+    part = module.get_submodule(name)
+    return part if isinstance(part, PackedLinear) else linear_of(module, name)
 
 
 def norm_parts(module: torch.nn.Module, offset: float) -> tuple[torch.Tensor, float]:

@@ -60,20 +60,20 @@ def packed_linear(linears: Sequence[AnyLinear], kernels: NativeKernels) -> Packe
         weights = joined([_weights_of(linear) for linear in linears])
     if len(weights.parts) > PARTS_MAX:
         raise TypeError(f"a map of {len(weights.parts)} parts")
-    return PackedLinear(weights, _joined_bias(linears), kernels)
+    return PackedLinear(weights, joined_bias(linears), kernels)
 
 
 def _weights_of(linear: AnyLinear) -> PackedWeights:
     return linear.weights if isinstance(linear, PackedLinear) else packed(linear.weight.detach())
 
 
-def _joined_bias(linears: Sequence[AnyLinear]) -> torch.Tensor | None:
+def joined_bias(linears: Sequence[AnyLinear]) -> torch.Tensor | None:
     """In float32; None if no map has one."""
-    if all(linear.bias is None for linear in linears):
+    found = [linear.bias.detach() for linear in linears if linear.bias is not None]
+    if not found:
         return None
-    return torch.cat(
-        [torch.zeros(linear.out_features) if linear.bias is None else linear.bias.detach().float() for linear in linears]
-    )
+    biases = [found[0].new_zeros(linear.out_features) if linear.bias is None else linear.bias for linear in linears]
+    return torch.cat([bias.detach() for bias in biases]).float()
 
 
 class FastHead(torch.nn.Module):

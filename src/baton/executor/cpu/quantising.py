@@ -42,12 +42,13 @@ def _encoded(weight: torch.Tensor, form: WeightFormat, kernels: NativeKernels) -
 
 
 def _quantise_vocabulary(model: PreTrainedModel, kernels: NativeKernels) -> None:
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    embedding: torch.nn.Module = model.get_input_embeddings()
+    head: object = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if not isinstance(head, torch.nn.Linear) or head.in_features % GROUP or head.bias is not None:
         return
     weights = _encoded(head.weight, WeightFormat.Q8_0, kernels)
     is_tied = isinstance(embedding, torch.nn.Embedding) and embedding.weight is head.weight
     if type(embedding) is torch.nn.Embedding:
-        own = weights if is_tied else _encoded(embedding.weight, WeightFormat.Q8_0, kernels)
+        own = weights if is_tied else _encoded(embedding.get_parameter("weight"), WeightFormat.Q8_0, kernels)
         model.set_input_embeddings(KeptEmbedding(own, kernels))
     model.set_output_embeddings(FastHead(weights, kernels))  # type: ignore[no-untyped-call]
