@@ -44,7 +44,9 @@ def _encoded(weight: torch.Tensor, form: WeightFormat, kernels: NativeKernels) -
 def _quantise_vocabulary(model: PreTrainedModel, kernels: NativeKernels) -> None:
     embedding: torch.nn.Module = model.get_input_embeddings()
     head: object = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    if not isinstance(head, torch.nn.Linear) or head.in_features % GROUP or head.bias is not None:
+    if not isinstance(head, torch.nn.Linear) or head.in_features % GROUP:
+        return
+    if [name for name, _ in head.named_parameters()] != ["weight"]:
         return
     weights = _encoded(head.weight, WeightFormat.Q8_0, kernels)
     is_tied = isinstance(embedding, torch.nn.Embedding) and embedding.weight is head.weight
