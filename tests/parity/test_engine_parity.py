@@ -1,5 +1,5 @@
-"""The whole engine against `transformers.generate`, and against itself in other batches: in float64, and in bfloat16 and with
-quantised weights, where the native kernels add up every row in an order of its own."""
+"""The whole engine against `transformers.generate`, and against itself in other batches: in float64, and where the native
+kernels add up every row in an order of its own, in bfloat16 and with quantised weights."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ from baton.executor.constraints.compiled_cache import NO_CONSTRAINTS, CompiledCo
 from baton.executor.contract import Allocate, ExecutorShape, KvView, LayerDone, zeroed
 from baton.executor.cpu.native_attention import NativeAttention, can_serve
 from baton.executor.cpu.native_kernels import LANES, NativeKernels, load_kernels
-from baton.executor.cpu.packed_modules import weight_formats
+from baton.executor.cpu.packed_modules import weight_bytes, weight_formats
 from baton.executor.cpu.quantising import FORMATS, quantise_model
 from baton.executor.drafts import DraftProposer, DraftTokens, NaiveProposer, accepted_drafts, drafts_of, no_drafts
 from baton.executor.final_hidden import FinalHidden
@@ -157,6 +157,7 @@ class TorchCpuExecutor:
         self.fingerprint = fingerprint
         self.kv_bytes_per_block = kv_bytes_per_block(loaded.layers, shape.block_size, loaded.dtype)
         self.details = ", ".join(["CPU", *(["batch-invariant"] if is_batch_invariant else []), *_told(formats)])
+        self.weight_bytes = weight_bytes(loaded.model)
         self._model = loaded.model
         self._kernels = kernels
         self._logits_dtype = torch.float64 if loaded.dtype == torch.float64 else torch.float32

@@ -106,6 +106,15 @@ def can_pack(linear: AnyLinear) -> bool:
     return linear.in_features % LANES == 0 and linear.out_features % LANES == 0
 
 
+def weight_bytes(model: torch.nn.Module) -> int:
+    """Of all weights in memory, shared ones counted once."""
+    tensors = [parameter.detach() for parameter in model.parameters()]
+    for module in model.modules():
+        if isinstance(module, PackedLinear | FastHead | KeptEmbedding):
+            tensors += [part.panels for part in module.weights.parts]
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+
+
 def weight_formats(model: torch.nn.Module) -> list[tuple[str, str]]:
     """The formats of the quantised weights by the names of their modules."""
     return [
