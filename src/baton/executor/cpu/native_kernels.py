@@ -429,7 +429,8 @@ def _compiled(compiler: str, source: Path, folder: Path) -> Path | None:
 def _key(source: Path, compiler: str) -> str:
     version = subprocess.run([compiler, "-dumpfullversion"], capture_output=True, text=True, timeout=10, check=False).stdout
     digest = hashlib.blake2b(digest_size=12)
-    for part in (source.read_text(), source.with_name("quantised.h").read_text(), " ".join(FLAGS), version, _cpu()):
+    included = [header.read_text() for header in sorted(source.parent.glob("*.h"))]
+    for part in (source.read_text(), *included, " ".join(FLAGS), version, _cpu()):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()
 
