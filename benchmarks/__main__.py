@@ -14,6 +14,7 @@ COMMANDS = {
     "compare": "benchmarks.compare:compare",
     "constraints": "benchmarks.constraints:constraints",
     "constrained-rows": "benchmarks.constrained_rows:constrained_rows",
+    "formats": "benchmarks.formats:formats",
     "forced-tokens": "benchmarks.forced_tokens:forced_tokens",
     "pressure": "benchmarks.pressure:pressure",
     "fleet-pressure": "benchmarks.fleet_pressure:fleet_pressure",

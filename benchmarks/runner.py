@@ -116,7 +116,8 @@ def run_benchmark(
 
 
 def model_folder(model: str, progress: Progress) -> Path:
-    return resolve_model(model, StageNames(progress.say))
+    """As safetensors, which peers read too."""
+    return resolve_model(model, StageNames(progress.say), as_safetensors=True)
 
 
 def find_trace(trace: Path | None, folder: Path | None, glob: str, what: str) -> Path:

@@ -88,7 +88,7 @@ FOREIGN = frozenset(
         "--async-scheduling", "--cpu-offload-gb", "--data-parallel-size", "--enable-auto-tool-choice",
         "--enable-log-requests", "--enable-lora", "--enable-prefix-caching", "--gpu-memory-utilization",
         "--kv-cache-dtype", "--kv-events-config", "--kv-offloading-size", "--kv-transfer-config", "--limit-mm-per-prompt",
-        "--num-gpu-blocks-override", "--otlp-traces-endpoint", "--pipeline-parallel-size", "--quantization",
+        "--num-gpu-blocks-override", "--otlp-traces-endpoint", "--pipeline-parallel-size",
         "--scheduling-policy", "--speculative-config", "--tensor-parallel-size", "--tool-call-parser", "--trust-remote-code",
         "--uvicorn-log-level",
     ]

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from baton.executor.gguf_folder import gguf_in, gguf_mark
 from baton.executor.model_shapes import ModelShape, UnknownShape, shape_in, shape_mark
 from baton.node import model_package, models
-from baton.node.model_folder import ModelUnavailable
+from baton.node.model_folder import ModelUnavailable, check_folder
 from baton.node.model_package import FetchFailed
 from baton.node.models import check_load_format, mark_of, resolve_model
 from baton.node.scripted_text import write_byte_tokenizer
@@ -60,7 +61,7 @@ def _fake_conversion(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
     made: list[Path] = []
 
-    def convert(gguf: Path, target: Path, converted: Callable[[int, int], None]) -> None:
+    def convert(gguf: Path, target: Path, with_weights: bool, converted: Callable[[int, int], None]) -> None:
         made.append(gguf)
         for done in range(3):
             converted(done, 2)
@@ -71,20 +72,44 @@ def _fake_conversion(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return made
 
 
-def test_a_gguf_is_converted_once_and_again_when_it_changes(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("as_safetensors", "what"), [(False, "reading the tokenizer of"), (True, "converting")])
+def test_a_folder_is_made_of_a_gguf_once_and_again_when_it_changes(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_safetensors: bool, what: str
 ) -> None:
     made = _fake_conversion(monkeypatch)
     file = tmp_path / "own.gguf"
     file.write_bytes(b"one")
     said: list[str] = []
-    first = resolve_model(str(file), StageNames(said.append))
-    assert resolve_model(str(file)) == first
+    first = resolve_model(str(file), StageNames(said.append), as_safetensors=as_safetensors)
+    assert resolve_model(str(file), as_safetensors=as_safetensors) == first
     assert len(made) == 1
-    assert "converting own.gguf" in said[-1]
+    assert any(f"{what} own.gguf" in stage for stage in said), said
     file.write_bytes(b"other")
-    assert resolve_model(str(file)) != first
+    assert resolve_model(str(file), as_safetensors=as_safetensors) != first
     assert len(made) == 2
+
+
+def test_a_gguf_has_one_mark_converted_or_not(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a router takes instances that serve it in either form."""
+    _fake_conversion(monkeypatch)
+    file = tmp_path / "own.gguf"
+    file.write_bytes(b"one")
+    kept, converted = (resolve_model(str(file), as_safetensors=way) for way in (False, True))
+    assert kept != converted
+    assert (gguf_in(kept), gguf_in(converted)) == (file, None)
+    assert mark_of(kept, scripted=False) == mark_of(converted, scripted=False) == gguf_mark(file)
+
+
+def test_a_gguf_that_is_gone_is_missed_before_a_process_is_started(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _fake_conversion(monkeypatch)
+    file = tmp_path / "own.gguf"
+    file.write_bytes(b"one")
+    folder = resolve_model(str(file))
+    file.unlink()
+    with pytest.raises(ModelUnavailable, match=r"own\.gguf of the folder .* is gone"):
+        check_folder(folder)
 
 
 def test_an_interrupted_conversion_leaves_nothing_and_the_next_succeeds(
@@ -92,7 +117,7 @@ def test_an_interrupted_conversion_leaves_nothing_and_the_next_succeeds(
 ) -> None:
     import baton.executor.gguf_conversion
 
-    def interrupted(gguf: Path, target: Path, _: object) -> None:
+    def interrupted(gguf: Path, target: Path, with_weights: bool, _: object) -> None:
         (target / "config.json").write_text("half")
         raise KeyboardInterrupt
 
@@ -117,10 +142,10 @@ def test_of_two_conversions_that_race_one_wins_and_both_use_it(
     _fake_conversion(monkeypatch)
     ours = baton.executor.gguf_conversion.convert_gguf
 
-    def overtaken(gguf: Path, target: Path, converted: Callable[[int, int], None]) -> None:
+    def overtaken(gguf: Path, target: Path, with_weights: bool, converted: Callable[[int, int], None]) -> None:
         monkeypatch.setattr(baton.executor.gguf_conversion, "convert_gguf", ours)
         resolve_model(str(file))
-        ours(gguf, target, converted)
+        ours(gguf, target, with_weights, converted)
 
     monkeypatch.setattr(baton.executor.gguf_conversion, "convert_gguf", overtaken)
     folder = resolve_model(str(file))

@@ -1,8 +1,9 @@
-"""The whole engine against `transformers.generate`, and against itself in other batches: in float64, and in bfloat16, where
-the native kernels add up every row in an order of its own."""
+"""The whole engine against `transformers.generate`, and against itself in other batches: in float64, and where the native
+kernels add up every row in an order of its own, in bfloat16 and with quantised weights."""
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,11 +31,12 @@ class Model:
     reference: LlamaForCausalLM
     dtype: str
     block_size: int
+    quantization: str = "auto"
 
     def load(self, *, slots: int, blocks: int) -> TorchCpuExecutor:
         return TorchCpuExecutor.load(
             self.folder, dtype=self.dtype, slots=slots, block_size=self.block_size, blocks=blocks, context_tokens=CONTEXT,
-            batch_invariant=True,
+            batch_invariant=True, quantization=self.quantization,
         )  # fmt: skip
 
 
@@ -43,11 +45,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return made_model(tmp_path_factory.mktemp("float64"), "float64", hidden=48, heads=6, block_size=8)
 
 
-@pytest.fixture(scope="module", params=["float64", "bfloat16"])
+@pytest.fixture(scope="module", params=["float64", "bfloat16", "int8", "int4"])
 def exact_model(request: pytest.FixtureRequest, model: Model, tmp_path_factory: pytest.TempPathFactory) -> Model:
     if request.param == "float64":
         return model
-    return made_model(tmp_path_factory.mktemp("bfloat16"), "bfloat16", hidden=128, heads=4, block_size=16)
+    made = made_model(tmp_path_factory.mktemp(request.param), "bfloat16", hidden=128, heads=4, block_size=16)
+    return made if request.param == "bfloat16" else dataclasses.replace(made, quantization=request.param)
 
 
 def made_model(folder: Path, dtype: str, *, hidden: int, heads: int, block_size: int) -> Model:

@@ -27,6 +27,12 @@ QUESTIONS = (
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
+    return resolve_model("smollm2", StageNames(print), as_safetensors=True)
+
+
+@pytest.fixture(scope="module")
+def kept() -> Path:
+    """With the weights of its file as they are."""
     return resolve_model("smollm2", StageNames(print))
 
 
@@ -78,13 +84,21 @@ def test_greedy_tokens_agree_with_transformers(
 
 
 def test_bfloat16_knows_the_capital_of_france(folder: Path, prompts: list[list[int]]) -> None:
-    executor = TorchCpuExecutor.load(folder, dtype="bfloat16", slots=1, blocks=8)
+    assert "Paris" in answered(TorchCpuExecutor.load(folder, dtype="bfloat16", slots=1, blocks=8), folder, prompts[0])
+
+
+def test_with_the_weights_of_its_file_it_knows_it_too(folder: Path, kept: Path, prompts: list[list[int]]) -> None:
+    executor = TorchCpuExecutor.load(kept, dtype="bfloat16", slots=1, blocks=8)
+    assert executor.details == "CPU, batch-invariant, weights in Q4_1 and Q8_0"
+    assert "Paris" in answered(executor, folder, prompts[0])
+
+
+def answered(executor: TorchCpuExecutor, folder: Path, prompt: list[int]) -> str:
     driver = Planner(executor)
-    driver.add(prompts[0], 8)
+    driver.add(prompt, 8)
     (output,) = driver.run()
     executor.close()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert "Paris" in tokenizer.decode(output)
+    return str(AutoTokenizer.from_pretrained(folder).decode(output))
 
 
 def test_the_converted_model_has_its_chat_template_and_its_end_of_text(folder: Path) -> None:

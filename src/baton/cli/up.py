@@ -80,7 +80,7 @@ def _up(
             metrics_key=context.params["metrics_key"], kv_store=store, cluster_key=_cluster_key(store),
         )  # fmt: skip
         check_port(context.params["host"], plan.router_port)
-        code = _run(plan, log_format, needs_model=context.params["executor"] is not ExecutorKind.SCRIPTED)
+        code = _run(plan, log_format, _ways(context))
     raise typer.Exit(code)
 
 
@@ -99,7 +99,7 @@ def _check_model(model: str, given: Mapping[str, Any]) -> None:
     check_certificate(HttpSettings(**{name: given[name] for name in TLS_OPTIONS}))
     check_load_format(model, given["load_format"])
     check_trust(given["transfer"], given["kv_store"], given["trust_network"])
-    named = ("device", "dtype", "attention", "batch_invariant", "speculate", "draft_tokens", "ngram_max")
+    named = ("device", "dtype", "quantization", "attention", "batch_invariant", "speculate", "draft_tokens", "ngram_max")
     check_device(EngineSettings("", None, b"", **{name: given[name] for name in named}))
 
 
@@ -125,7 +125,17 @@ def check_port(host: str, port: int) -> None:
     bind(host, port, "--router-port").close()
 
 
-def _run(plan: FleetPlan, log_format: LogFormat, needs_model: bool) -> int:
+def _ways(context: typer.Context) -> set[bool]:
+    """In which forms its processes need the model: whether as safetensors. A router takes the tokeniser of the other one."""
+    from baton.node.devices import wants_safetensors
+
+    if context.params["executor"] is ExecutorKind.SCRIPTED:
+        return set()
+    named = {name: context.params[name] for name in ("device", "dtype", "quantization")}
+    return {False, wants_safetensors(EngineSettings("", None, b"", **named))}
+
+
+def _run(plan: FleetPlan, log_format: LogFormat, ways: set[bool]) -> int:
     from baton.executor.torch_build import need_torch
     from baton.node.leftovers import sweep_leftovers
     from baton.node.models import resolve_model
@@ -137,10 +147,11 @@ def _run(plan: FleetPlan, log_format: LogFormat, needs_model: bool) -> int:
     queue_stderr(log_format)
     merged = JsonMergedLog if log_format is LogFormat.JSON else MergedLog
     log = merged((ROUTER, *(member.name for member in plan.members)))
-    if needs_model:
+    if ways:
         need_torch()
         with contextlib.closing(StartStages(stage_view(log_format, log.say))) as stages:
-            resolve_model(plan.model, stages)  # once, and not by every instance at the same time
+            for way in sorted(ways):
+                resolve_model(plan.model, stages, as_safetensors=way)  # once, and not by every instance at the same time
             stages.end()
     # In a log their own lines tell how far the processes have come.
     starting = StartStages(LiveStages() if is_live(log_format) else Unseen())

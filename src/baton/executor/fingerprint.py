@@ -5,7 +5,8 @@ The mark hashes the configuration and, for each weights file in name order, its 
 (names, shapes and offsets of all tensors) and 64 samples of 4 KiB spread over the data. Reading every byte of a large model
 would take longer than loading it; a fine-tune changes every sample, a truncated or swapped file changes size or header.
 Files that agree in all of this and differ elsewhere are not distinguished. A folder without weights that stands for a shape
-has the mark of the shape and its seed.
+has the mark of the shape and its seed, and one that was made of a GGUF file the mark of that file, whether it was converted
+or not.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from baton.executor.gguf_folder import gguf_note
 from baton.executor.model_shapes import shape_in, shape_mark
 
 SAMPLES = 64
@@ -41,6 +43,9 @@ def model_mark(path: Path) -> bytes:
     shape = shape_in(path)
     if shape is not None:
         return shape_mark(shape)
+    gguf = gguf_note(path)
+    if gguf is not None:
+        return gguf.mark
     config = (path / "config.json").read_bytes()
     digest = hashlib.blake2b(len(config).to_bytes(8, "little") + config, digest_size=16)
     for file in sorted(path.glob("*.safetensors")):

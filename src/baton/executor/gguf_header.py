@@ -16,7 +16,7 @@ import functools
 import math
 import mmap
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +44,7 @@ _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _INTEGERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 10: "<Q", 11: "<q"}
 _STRING, _ARRAY = 8, 9
 _ALIGNMENT = "general.alignment"
+_ARCHITECTURE = "general.architecture"
 
 
 class BadGguf(SetupError):
@@ -54,6 +55,24 @@ class UnreadableGguf(BadGguf):
     """The file is sound, and holds what cannot be converted."""
 
 
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    name: str
+    shape: tuple[int, ...]
+    """Outermost first, other than in the file."""
+    kind: int
+    """Its type, as `gguf.GGMLQuantizationType` numbers them."""
+    offset: int
+    """From the begin of the file."""
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    architecture: str
+    tensors: list[GgufTensor]
+
+
 @dataclass(slots=True)
 class _HeaderReader:
     """The position in the file, and what was counted up to there."""
@@ -62,8 +81,9 @@ class _HeaderReader:
     at: int = 0
     items: int = 0
     alignment: int = 32
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    """Offset and size of each tensor's bytes, from the begin of the data."""
+    architecture: str = ""
+    tensors: list[GgufTensor] = field(default_factory=list)
+    """Their offsets count from the begin of the data."""
 
     def take(self, count: int) -> int:
         """Step over so many bytes; returns where they begin."""
@@ -86,9 +106,14 @@ class _HeaderReader:
 
 def check_gguf(path: Path) -> None:
     """Raise BadGguf unless every count, length and offset of the header is within the file and within the limits."""
+    read_gguf_header(path)
+
+
+def read_gguf_header(path: Path) -> GgufHeader:
+    """The checked header; raises as `check_gguf` does."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            _check(_HeaderReader(data))
+            return _checked(_HeaderReader(data))
     except ValueError:  # an empty file cannot be mapped
         raise BadGguf(f"{path.name} is no usable GGUF file: it is empty; download it again") from None
     except UnreadableGguf as flaw:
@@ -97,7 +122,7 @@ def check_gguf(path: Path) -> None:
         raise BadGguf(f"{path.name} is no usable GGUF file: {flaw}; download it again") from None
 
 
-def _check(reader: _HeaderReader) -> None:
+def _checked(reader: _HeaderReader) -> GgufHeader:
     begin = reader.take(len(MAGIC))
     if reader.data[: len(LFS_POINTER)] == LFS_POINTER:
         raise BadGguf("it is a pointer of Git LFS, not the file (git lfs pull)")
@@ -106,14 +131,16 @@ def _check(reader: _HeaderReader) -> None:
     version = reader.integer("<I")
     if version not in VERSIONS:
         raise BadGguf(f"it has version {version}, and {' and '.join(map(str, VERSIONS))} can be read")
-    tensors, fields = reader.integer("<Q"), reader.integer("<Q")
-    _limit("tensors", tensors, TENSORS_MAX)
+    count, fields = reader.integer("<Q"), reader.integer("<Q")
+    _limit("tensors", count, TENSORS_MAX)
     _limit("fields", fields, FIELDS_MAX)
     for _ in range(fields):
         _check_field(reader)
-    for _ in range(tensors):
+    for _ in range(count):
         _check_tensor(reader)
-    _check_data(reader)
+    begin = _check_data(reader)
+    tensors = [replace(tensor, offset=begin + tensor.offset) for tensor in reader.tensors]
+    return GgufHeader(reader.architecture, tensors)
 
 
 def _limit(what: str, count: int, most: int) -> None:
@@ -129,7 +156,9 @@ def _check_field(reader: _HeaderReader) -> None:
     elif kind in _SIZES:
         reader.take(_SIZES[kind])
     elif kind == _STRING:
-        reader.text(f"the field {key!r}", TEXT_BYTES_MAX)
+        text = reader.text(f"the field {key!r}", TEXT_BYTES_MAX)
+        if key == _ARCHITECTURE:
+            reader.architecture = text.decode(errors="replace")
     elif kind == _ARRAY:
         _check_array(reader, key)
     else:
@@ -165,7 +194,7 @@ def _check_tensor(reader: _HeaderReader) -> None:
     _limit(f"dimensions of {name!r}", dimensions, DIMENSIONS_MAX)
     shape = [reader.integer("<Q") for _ in range(dimensions)]
     kind, offset = reader.integer("<I"), reader.integer("<Q")
-    reader.spans.append((offset, _tensor_bytes(name, shape, kind)))
+    reader.tensors.append(GgufTensor(name, tuple(reversed(shape)), kind, offset, _tensor_bytes(name, shape, kind)))
 
 
 def _tensor_bytes(name: str, shape: list[int], kind: int) -> int:
@@ -195,12 +224,14 @@ def _can_be_read(kind: int, group_bytes: int) -> bool:
     return True
 
 
-def _check_data(reader: _HeaderReader) -> None:
+def _check_data(reader: _HeaderReader) -> int:
+    """Where the data begins."""
     begin = -(-reader.at // reader.alignment) * reader.alignment
     data_bytes = max(0, len(reader.data) - begin)
-    for offset, size in reader.spans:
-        if offset + size > data_bytes:
-            raise BadGguf(f"a tensor of {size} bytes at byte {begin + offset} reaches beyond its end")
-    claimed = sum(size for _, size in reader.spans)
+    for tensor in reader.tensors:
+        if tensor.offset + tensor.bytes > data_bytes:
+            raise BadGguf(f"a tensor of {tensor.bytes} bytes at byte {begin + tensor.offset} reaches beyond its end")
+    claimed = sum(tensor.bytes for tensor in reader.tensors)
     if claimed > data_bytes:
         raise BadGguf(f"its tensors claim {claimed} bytes in all, and it has {data_bytes}: some share them")
+    return begin

@@ -21,12 +21,11 @@ from baton.executor.cpu.fused_layers import (
     TOLERANCE,
     FastLayer,
     FastNorm,
-    PackedLinear,
-    can_pack,
     has_common_parts,
     pack_head,
 )
 from baton.executor.cpu.native_kernels import LANES, NativeKernels
+from baton.executor.cpu.packed_modules import can_pack, packed_linear
 from baton.executor.kv_pool import KvPool, LayerSpec
 from baton.executor.model_loading import forward
 from baton.executor.packing import FeedRange, PackedBatch, pack
@@ -175,6 +174,6 @@ def _pack_products(model: PreTrainedModel, kernels: NativeKernels, probe: LayerP
     for name, module in list(model.named_modules()):
         is_large = type(module) is torch.nn.Linear and name in probe.seen and name.rpartition(".")[2] in PACKED_NAMES
         if is_large and can_pack(module):
-            model.set_submodule(name, PackedLinear([module], kernels))
+            model.set_submodule(name, packed_linear([module], kernels))
             packed += 1
     return packed

@@ -23,8 +23,10 @@ from transformers.utils import logging as transformers_logging
 
 from baton.core.errors import BatonError
 from baton.core.setting import BadConfig
+from baton.executor.cpu.native_kernels import NativeKernels
 from baton.executor.dummy_weights import draw_weights
 from baton.executor.fingerprint import model_mark
+from baton.executor.gguf_folder import gguf_in
 from baton.executor.kv_pool import LayerSpec
 from baton.executor.model_shapes import ModelShape, shape_fields, shape_in, shape_mark
 from baton.executor.model_support import UnsupportedModel, check_config, optional_attribute, text_config
@@ -64,8 +66,15 @@ class LoadedModel:
     """The part of the fingerprint that identifies the model; see `fingerprint`."""
 
 
-def load_model(path: Path, dtype: str, device: str = "cpu", context_tokens: int | None = None) -> LoadedModel:
-    """`context_tokens`: the context that is asked for, which is refused before weights are read if the model has less."""
+def load_model(
+    path: Path,
+    dtype: str,
+    device: str = "cpu",
+    context_tokens: int | None = None,
+    kernels: NativeKernels | None = None,
+) -> LoadedModel:
+    """`context_tokens`: the context that is asked for, which is refused before weights are read if the model has less.
+    `kernels` multiply the weights of a GGUF file as they are; without them they become floats."""
     shape = shape_in(path)
     if shape is not None:
         check_positions(path, shape_config(shape.name), context_tokens)
@@ -79,7 +88,11 @@ def load_model(path: Path, dtype: str, device: str = "cpu", context_tokens: int 
         config = _read_config(path)
         check_config(config)
         check_positions(path, config, context_tokens)
-        model = _read_weights(path, config, number_format)
+        gguf = gguf_in(path)
+        if gguf is None:
+            model = _read_weights(path, config, number_format)
+        else:
+            model = _read_gguf(gguf, config, number_format, kernels)
     # What fails from here on is the device's, and may pass: it says nothing of the files.
     model.to(device)  # type: ignore[arg-type]  # it takes what any module takes
     return _describe(model, config, number_format, model_mark(path))
@@ -118,6 +131,13 @@ def _read_weights(path: Path, config: PretrainedConfig, dtype: torch.dtype) -> P
             "of two models; download both again"
         )
     return model
+
+
+def _read_gguf(gguf: Path, config: PretrainedConfig, dtype: torch.dtype, kernels: NativeKernels | None) -> PreTrainedModel:
+    # Imported here because it imports gguf, which few models need.
+    from baton.executor.gguf_weights import read_gguf_model
+
+    return read_gguf_model(gguf, config, dtype, kernels)
 
 
 def _may_pass(error: Exception) -> bool:

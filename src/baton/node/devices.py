@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from baton.core.config import BadConfig
 from baton.executor.torch_build import TorchBuild, cannot_import, has_nvidia_gpu, need_torch, remark_on
-from baton.node.settings import Attention, DeviceChoice, Dtype, EngineSettings, SpeculateMethod
+from baton.node.settings import Attention, DeviceChoice, Dtype, EngineSettings, Quantization, SpeculateMethod
 
 log = logging.getLogger("baton.engine")
 
@@ -22,6 +22,8 @@ DTYPES = {
     DeviceChoice.CPU: ("float32", "bfloat16", "float16", "float64"),
     DeviceChoice.CUDA: ("float32", "bfloat16", "float16"),
 }
+QUANTISED_DTYPES = (Dtype.BFLOAT16, Dtype.FLOAT32)
+"""Of what is not quantised in a model whose weights are, on a CPU."""
 CUDA_DRAFTS_MAX = 15
 """With at most 16 tokens per sequence, one decode is one tile of attention."""
 CUDA_NGRAM_MAX = 31
@@ -90,10 +92,29 @@ def _check_fits(settings: EngineSettings, device: DeviceChoice) -> None:
         raise BadConfig(f"--attention {settings.attention} is not for {name}, which has {choices}{found}")
     if settings.dtype not in DTYPES[device]:
         raise BadConfig(f"--dtype {settings.dtype} is not for {name}, which has {', '.join(DTYPES[device])}{found}")
+    _check_quantization(settings, device, found)
     if device is DeviceChoice.CUDA:
         _check_drafts(settings, found)
     elif settings.batch_invariant:
         _check_exact(settings, found)
+
+
+def _check_quantization(settings: EngineSettings, device: DeviceChoice, found: str) -> None:
+    if settings.quantization not in (Quantization.INT8, Quantization.INT4):
+        return
+    if device is DeviceChoice.CUDA:
+        raise BadConfig(f"--quantization {settings.quantization} is for a CPU{found}")
+    if settings.dtype not in QUANTISED_DTYPES:
+        raise BadConfig(
+            f"--quantization {settings.quantization} needs --dtype bfloat16 or float32 for what is not quantised{found}"
+        )
+
+
+def wants_safetensors(settings: EngineSettings) -> bool:
+    """Whether a GGUF file must be converted: where it is asked for, and where no kernels multiply its weights as they are.
+    With `--device auto` the machine's GPU decides, since asking torch takes seconds."""
+    on_gpu = settings.device is DeviceChoice.CUDA or (settings.device is DeviceChoice.AUTO and has_nvidia_gpu())
+    return on_gpu or settings.quantization is Quantization.NONE or settings.dtype not in QUANTISED_DTYPES
 
 
 def _check_exact(settings: EngineSettings, found: str) -> None:

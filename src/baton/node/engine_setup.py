@@ -119,6 +119,7 @@ def _on_cpu(
         kv_memory_bytes=CPU_KV_BYTES if settings.kv_memory_bytes is None else settings.kv_memory_bytes,
         context_tokens=settings.context_tokens,
         attention=settings.attention,
+        quantization=settings.quantization,
         batch_invariant=settings.batch_invariant,
         allocate=allocate,
         burst=settings.burst,

@@ -18,6 +18,7 @@ from pathlib import Path
 from baton.api.chat_template import check_template
 from baton.core.config import BadConfig
 from baton.core.errors import SetupError
+from baton.executor.gguf_folder import gguf_in
 from baton.executor.model_shapes import shape_in
 from baton.executor.safetensors_header import FETCH_AGAIN, LFS_POINTER, BadWeights, TensorHeader, read_header
 
@@ -50,7 +51,8 @@ class ModelFolder:
     path: Path
     config: Json
     tensors: Mapping[str, TensorHeader]
-    """Empty where the folder stands for a shape, whose weights are drawn."""
+    """Empty where the folder stands for a shape, whose weights are drawn, and where they are in a GGUF file."""
+    gguf: Path | None = None
 
     @property
     def decoder(self) -> Json:
@@ -67,8 +69,11 @@ class ModelFolder:
 def check_folder(path: Path, own_template: bool = True) -> ModelFolder:
     """Raises ModelUnavailable, BadWeights or BadTemplate. `own_template`: the model's chat template will be used."""
     config = _config(path)
-    tensors = {} if shape_in(path) else _tensors(path)
-    folder = ModelFolder(path, config, tensors)
+    gguf = gguf_in(path)
+    if gguf is not None and not gguf.is_file():
+        raise ModelUnavailable(f"the GGUF file {gguf} of the folder {path} is gone; give it again as the model")
+    tensors = {} if shape_in(path) or gguf is not None else _tensors(path)
+    folder = ModelFolder(path, config, tensors, gguf)
     _check_against_config(folder)
     _check_tokenizer(path)
     if own_template:

@@ -47,16 +47,19 @@ def check_gpu_memory(settings: EngineSettings, folder: Path, whole: int) -> None
 
 
 def _fitting_weights(settings: EngineSettings, folder: Path, whole: int, where: str, has_more: str) -> int:
-    weights = _weights_bytes(check_folder(folder, own_template=False), settings.dtype)
+    model = check_folder(folder, own_template=False)
+    weights, form = _weights_bytes(model, settings.dtype), "" if model.gguf is not None else f" as {settings.dtype}"
     if weights > whole:
         raise TooLittleMemory(
-            f"the weights in {folder} take {_shown(weights)} as {settings.dtype}, and there are {_shown(whole)} of memory "
+            f"the weights in {folder} take {_shown(weights)}{form}, and there are {_shown(whole)} of memory "
             f"{where} in all; use a smaller model{_smaller_dtype(settings.dtype)}, or a {has_more} with more"
         )
     return weights
 
 
 def _weights_bytes(folder: ModelFolder, dtype: str) -> int:
+    if folder.gguf is not None:
+        return folder.gguf.stat().st_size
     return folder.elements * BYTES[Dtype(dtype)]
 
 

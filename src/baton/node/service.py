@@ -36,7 +36,7 @@ from baton.node.clear_links import clear_links_of_http, clear_links_of_instance,
 from baton.node.clock import monotonic_us
 from baton.node.constraint_workers import ConstraintWorkers
 from baton.node.descriptors import raise_descriptor_limit
-from baton.node.devices import check_device
+from baton.node.devices import check_device, wants_safetensors
 from baton.node.engine_client import EngineClient
 from baton.node.gc_pauses import freeze_gc
 from baton.node.http_border import HttpLimits
@@ -136,7 +136,13 @@ def _prepare(settings: ServeSettings, scratch: Path, stages: StartStages) -> tup
         write_byte_tokenizer(scratch)
         return scratch, base
     own_template = settings.chat_template is None and settings.engine.router is None  # a router writes the prompts
-    folder = resolve_model(settings.model, stages, own_template=own_template, context_tokens=base.context_tokens)
+    folder = resolve_model(
+        settings.model,
+        stages,
+        own_template=own_template,
+        context_tokens=base.context_tokens,
+        as_safetensors=wants_safetensors(base),
+    )
     return folder, replace(base, model_folder=str(folder))
 
 

@@ -45,6 +45,16 @@ class Dtype(StrEnum):
     FLOAT64 = "float64"
 
 
+class Quantization(StrEnum):
+    """The format of weights in memory."""
+
+    AUTO = "auto"
+    """A GGUF file's weights as they are, those of safetensors in the number format."""
+    NONE = "none"
+    INT8 = "int8"
+    INT4 = "int4"
+
+
 class Attention(StrEnum):
     AUTO = "auto"
     NATIVE = "native"
@@ -434,6 +444,13 @@ class EngineSettings(SchedulerSettings, HandoverSettings, TierSettings, RecordSe
         DeviceChoice, Setting("device", Panel.MODEL, "Where to compute; auto takes cuda where torch sees one.")
     ] = DeviceChoice.AUTO
     dtype: Annotated[Dtype, Setting("dtype", Panel.MODEL, "Number format of weights and KV.")] = Dtype.BFLOAT16
+    quantization: Annotated[
+        Quantization,
+        Setting(
+            "quantization", Panel.MODEL,
+            "CPU: auto keeps the weights of a GGUF file quantised, none converts them; int8 and int4 quantise safetensors.",
+        ),
+    ] = Quantization.AUTO  # fmt: skip
     attention: Annotated[
         Attention,
         Setting("attention", Panel.MODEL, "CPU: native (compiled), gather (plain torch). CUDA: triton. Or auto."),

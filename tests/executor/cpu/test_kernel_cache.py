@@ -21,8 +21,9 @@ SMALL = """
 #define KERNELS(suffix) \\
     void baton_attend_##suffix() {} void baton_write_##suffix() {} void baton_rotate_##suffix() {} \\
     void baton_linear_##suffix() {} void baton_norm_##suffix() {} void baton_gate_##suffix() {} \\
-    void baton_head_##suffix() {} void baton_layer_##suffix() {}
-extern "C" { KERNELS(bf16) KERNELS(f32) }
+    void baton_head_##suffix() {} void baton_layer_##suffix() {} void baton_lookup_##suffix() {} \\
+    void baton_encode_##suffix() {}
+extern "C" { KERNELS(bf16) KERNELS(f32) void baton_pack() {} void baton_panel_bytes() {} }
 """
 """Compiles in a moment, and has every function."""
 

@@ -10,12 +10,14 @@ next decode. Knows nothing of requests, caches or clients.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -46,12 +48,15 @@ from baton.executor.constraints.compiled_cache import NO_CONSTRAINTS, CompiledCo
 from baton.executor.contract import Allocate, ExecutorShape, KvView, LayerDone, zeroed
 from baton.executor.cpu.native_attention import NativeAttention, can_serve
 from baton.executor.cpu.native_kernels import LANES, NativeKernels, load_kernels
+from baton.executor.cpu.packed_modules import weight_bytes, weight_formats
+from baton.executor.cpu.quantising import FORMATS, quantise_model
 from baton.executor.drafts import DraftProposer, DraftTokens, NaiveProposer, accepted_drafts, drafts_of, no_drafts
 from baton.executor.final_hidden import FinalHidden
 from baton.executor.fingerprint import fingerprint_model
+from baton.executor.gguf_folder import gguf_in
 from baton.executor.kv_pool import KvPool, blocks_for_memory, kv_bytes_per_block
 from baton.executor.layer_probe import fuse_model
-from baton.executor.model_loading import LoadedModel, forward, load_model
+from baton.executor.model_loading import DTYPES, LoadedModel, forward, load_model
 from baton.executor.packing import FeedRange, PackedBatch, pack
 from baton.executor.paged_attention import AttentionContext, GatherAttention
 from baton.executor.prompt_scores import PromptScorer, ScoredRange
@@ -139,17 +144,20 @@ class TorchCpuExecutor:
         proposer: DraftProposer = NAIVE,
         constraints: CompiledConstraints = NO_CONSTRAINTS,
         is_batch_invariant: bool = False,
+        formats: Sequence[str] = (),
     ) -> None:
         """With `kernels` attention is native, without them gathered; the pool's layout depends on which.
 
         `is_batch_invariant` says that they compute the whole model, so that a row has the same bits in every batch.
+        `formats` are those of quantised weights.
         `proposer` is used only where the shape allows more than one token per decode, `constraints` where a request has one.
         """
         self.shape = shape
         self.vocabulary = loaded.vocabulary
         self.fingerprint = fingerprint
         self.kv_bytes_per_block = kv_bytes_per_block(loaded.layers, shape.block_size, loaded.dtype)
-        self.details = "CPU, batch-invariant" if is_batch_invariant else "CPU"
+        self.details = ", ".join(["CPU", *(["batch-invariant"] if is_batch_invariant else []), *_told(formats)])
+        self.weight_bytes = weight_bytes(loaded.model)
         self._model = loaded.model
         self._kernels = kernels
         self._logits_dtype = torch.float64 if loaded.dtype == torch.float64 else torch.float32
@@ -179,6 +187,7 @@ class TorchCpuExecutor:
         kv_memory_bytes: int = DEFAULT_KV_MEMORY_BYTES,
         context_tokens: int | None = None,
         attention: str = "auto",
+        quantization: str = "auto",
         batch_invariant: bool = False,
         allocate: Allocate = zeroed,
         burst: int = 1,
@@ -190,11 +199,13 @@ class TorchCpuExecutor:
         """Load a model folder. `blocks` overrides `kv_memory_bytes`; the context defaults to the model's own. `backends`
         makes those for constraints from the size of the vocabulary. `on_stage` is called by one thread at a time.
         `batch_invariant` raises BadConfig where the kernels do not have the whole model; where they have it, a row has the
-        same bits in every batch anyway."""
+        same bits in every batch anyway. `quantization`: a GGUF file's weights stay as they are (auto) or become floats
+        (none); those of safetensors stay floats (auto, none) or are quantised (int8, int4)."""
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="baton-executor")
         try:
-            prepared = thread.submit(_prepare, path, dtype, attention, block_size, context_tokens, on_stage)
-            loaded, kernels, is_invariant = prepared.result()
+            asked = _Asked(path, dtype, attention, quantization, block_size, context_tokens)
+            prepared = thread.submit(_prepare, asked, on_stage).result()
+            loaded, kernels, is_invariant = prepared.loaded, prepared.kernels, prepared.is_invariant
             if batch_invariant and not is_invariant and loaded.dtype is not torch.float64:
                 raise BadConfig(
                     f"--batch-invariant cannot be had here for {loaded.model.config.model_type}: a part of it is left to "
@@ -213,9 +224,12 @@ class TorchCpuExecutor:
             constrained_burst=constrained_burst,
         )
         layout = f"block outermost, {'gathered' if kernels is None else 'native'}, block_size={block_size}"
+        if prepared.formats:
+            layout += f", weights {_digest(prepared.formats)}"
         constraints = CompiledConstraints(backends(loaded.vocabulary))
         fingerprint = fingerprint_model(path, dtype, layout)
-        return cls(loaded, shape, fingerprint, kernels, thread, allocate, proposer, constraints, is_invariant)
+        formats = sorted({form for _, form in prepared.formats})
+        return cls(loaded, shape, fingerprint, kernels, thread, allocate, proposer, constraints, is_invariant, formats)
 
     @property
     def kv(self) -> KvView:
@@ -436,19 +450,73 @@ class TorchCpuExecutor:
         return drafted
 
 
-def _prepare(
-    path: Path, dtype: str, attention: str, block_size: int, context_tokens: int | None, on_stage: OnStage
-) -> tuple[LoadedModel, NativeKernels | None, bool]:
-    """Load the model on the executor's thread, where all computing happens; with kernels, and whether they have all of it.
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a model is loaded with."""
+
+    path: Path
+    dtype: str
+    attention: str
+    quantization: str
+    block_size: int
+    context_tokens: int | None
+
+    @property
+    def quantised_weights(self) -> bool:
+        """Whether there are weights to be kept quantised, or to be quantised."""
+        has_file = gguf_in(self.path) is not None
+        if self.quantization in FORMATS and has_file:
+            raise BadConfig(
+                f"--quantization {self.quantization} is for safetensors; a GGUF file keeps its own formats (auto), or its "
+                "weights become floats (none)"
+            )
+        return self.quantization in FORMATS or (self.quantization == "auto" and has_file)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    loaded: LoadedModel
+    kernels: NativeKernels | None
+    """For attention and whole layers."""
+    is_invariant: bool
+    """Whether they have the whole model."""
+    formats: list[tuple[str, str]]
+    """Of the quantised weights, by module."""
+
+
+def _prepare(asked: _Asked, on_stage: OnStage) -> _Prepared:
+    """Load the model on the executor's thread, where all computing happens.
 
     OpenMP keeps a pool of threads for each thread that ever computed in parallel. With two pools on the same cores its
     threads sleep between operations, and every small operation waits for a wake-up.
     """
     _yield_to_others()  # before that pool is created: its threads inherit the niceness
+    if asked.attention not in ATTENTIONS:
+        raise ValueError(f"attention is one of {', '.join(ATTENTIONS)}, not {asked.attention!r}")
+    quantised = asked.quantised_weights
+    wanted = (asked.attention != "gather" or quantised) and asked.dtype in DTYPES
+    found = load_kernels(DTYPES[asked.dtype], on_stage) if wanted else None
     on_stage("loading the weights")
-    loaded = load_model(path, dtype, context_tokens=context_tokens)
-    kernels = _choose_kernels(attention, loaded, block_size, on_stage)
-    return loaded, kernels, kernels is not None and fuse_model(loaded.model, loaded.layers, kernels)
+    loaded = load_model(asked.path, asked.dtype, context_tokens=asked.context_tokens, kernels=found if quantised else None)
+    if asked.quantization in FORMATS:
+        _quantise(loaded, asked, found)
+    formats = weight_formats(loaded.model)
+    kernels = _choose_kernels(asked, loaded, found)
+    return _Prepared(loaded, kernels, kernels is not None and fuse_model(loaded.model, loaded.layers, kernels), formats)
+
+
+def _quantise(loaded: LoadedModel, asked: _Asked, kernels: NativeKernels | None) -> None:
+    if kernels is None:
+        raise BadConfig(f"--quantization {asked.quantization} cannot be had here: it needs the native kernels (see the log)")
+    quantise_model(loaded.model, asked.quantization, kernels)
+
+
+def _digest(formats: Sequence[tuple[str, str]]) -> str:
+    return hashlib.blake2b(repr(list(formats)).encode(), digest_size=8).hexdigest()
+
+
+def _told(formats: Sequence[str]) -> list[str]:
+    return [f"weights in {' and '.join(formats)}"] if formats else []
 
 
 def _yield_to_others() -> None:
@@ -460,15 +528,13 @@ def _yield_to_others() -> None:
             os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS)
 
 
-def _choose_kernels(attention: str, loaded: LoadedModel, block_size: int, on_stage: OnStage) -> NativeKernels | None:
+def _choose_kernels(asked: _Asked, loaded: LoadedModel, found: NativeKernels | None) -> NativeKernels | None:
     """The kernels for the requested attention, or for the best available."""
-    if attention not in ATTENTIONS:
-        raise ValueError(f"attention is one of {', '.join(ATTENTIONS)}, not {attention!r}")
-    kernels = None if attention == "gather" else load_kernels(loaded.dtype, on_stage)
-    if kernels is not None and not can_serve(loaded.layers, block_size):
+    kernels = None if asked.attention == "gather" else found
+    if kernels is not None and not can_serve(loaded.layers, asked.block_size):
         log.info("native attention needs head and block sizes in multiples of %d", LANES)
         kernels = None
-    if kernels is None and attention == "native":
+    if kernels is None and asked.attention == "native":
         raise BadConfig(f"--attention native cannot be had for {loaded.model.config.model_type} here: the log says why")
     log.info("attention: %s", "gathered by torch" if kernels is None else "native, over blocks in place")
     return kernels

@@ -21,7 +21,8 @@ from transformers import PreTrainedModel
 from transformers.activations import GELUTanh, SiLUActivation
 
 from baton.executor.cpu.native_attention import NativeAttention
-from baton.executor.cpu.native_kernels import LANES, LayerArguments, LinearMap, NativeKernels, RotateArguments, packed
+from baton.executor.cpu.native_kernels import LANES, LayerArguments, NativeKernels, RotateArguments, packed
+from baton.executor.cpu.packed_modules import AnyLinear, FastHead, PackedLinear, can_pack, packed_linear
 from baton.executor.kv_pool import LayerSpec
 from baton.executor.model_support import optional_attribute
 from baton.executor.paged_attention import AttentionCall, AttentionContext
@@ -36,38 +37,6 @@ ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 CARRIED_NAMES = ("attention_type", "layer_type", "layer_idx")
 """Attributes of a layer that models read, which the replacement must have."""
-
-
-class PackedLinear(torch.nn.Module):
-    """One linear map made of several."""
-
-    def __init__(self, linears: list[torch.nn.Linear], kernels: NativeKernels) -> None:
-        super().__init__()
-        self._kernels = kernels
-        self._weights = packed(torch.cat([linear.weight.detach() for linear in linears]))
-        self._bias = joined_bias(linears)
-        self._dim = linears[0].in_features
-
-    @property
-    def linear_map(self) -> LinearMap:
-        bias = None if self._bias is None else self._bias.data_ptr()
-        return LinearMap(self._weights.panels.data_ptr(), bias, self._dim, self._weights.outputs)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        return self._kernels.linear(rows, self._weights, self._bias).view(*x.shape[:-1], self._weights.outputs)
-
-    def added(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """residual + map(x), rounded once. Both have contiguous rows."""
-        return self._kernels.linear(x, self._weights, self._bias, residual)
-
-
-def joined_bias(linears: list[torch.nn.Linear]) -> torch.Tensor | None:
-    """In float32; None if no map has one."""
-    if all(linear.bias is None for linear in linears):
-        return None
-    biases = [linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias for linear in linears]
-    return torch.cat([bias.detach() for bias in biases]).float()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +58,12 @@ class FastLayer(torch.nn.Module):
         self._index = index
         self._first = _norm(layer.get_submodule("input_layernorm"), offset)
         self._second = _norm(layer.get_submodule("post_attention_layernorm"), offset)
-        self._qkv = PackedLinear([linear_of(attention, name) for name in ("q_proj", "k_proj", "v_proj")], kernels)
-        self._o = PackedLinear([linear_of(attention, "o_proj")], kernels)
-        self._gate_up = PackedLinear([linear_of(mlp, name) for name in ("gate_proj", "up_proj")], kernels)
-        self._down = PackedLinear([linear_of(mlp, "down_proj")], kernels)
+        self._qkv = packed_linear([_map_of(attention, name) for name in ("q_proj", "k_proj", "v_proj")], kernels)
+        self._o = packed_linear([_map_of(attention, "o_proj")], kernels)
+        self._gate_up = packed_linear([_map_of(mlp, name) for name in ("gate_proj", "up_proj")], kernels)
+        self._down = packed_linear([_map_of(mlp, "down_proj")], kernels)
         self._gate_kind = gate_kind(mlp)
-        self._heads = linear_of(attention, "q_proj").out_features // spec.key_dim
+        self._heads = _map_of(attention, "q_proj").out_features // spec.key_dim
         self._qk_norms = _qk_norms(attention, offset)
         self._arguments = self._layer_arguments()
         for name in CARRIED_NAMES:
@@ -189,24 +158,17 @@ class FastNorm(torch.nn.Module):
         return self._kernels.norm(x.contiguous(), self._norm.weight, self._norm.epsilon)
 
 
-class FastHead(torch.nn.Module):
-    """The map to the vocabulary, in float32 from the sums on: rounded to bfloat16, near-equal logits would become ties."""
-
-    def __init__(self, head: torch.nn.Linear, kernels: NativeKernels) -> None:
-        super().__init__()
-        self._kernels = kernels
-        self._weights = packed(head.weight.detach())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        logits = self._kernels.head(x.reshape(-1, x.shape[-1]).contiguous(), self._weights)
-        return logits.view(*x.shape[:-1], logits.shape[-1]) if logits.is_contiguous() else logits.unsqueeze(0)
-
-
 def linear_of(module: torch.nn.Module, name: str) -> torch.nn.Linear:
+    """A map of floats."""
     part = module.get_submodule(name)
     if not isinstance(part, torch.nn.Linear):
         raise TypeError(f"{name} is not a linear map")
     return part
+
+
+def _map_of(module: torch.nn.Module, name: str) -> AnyLinear:
+    part = module.get_submodule(name)
+    return part if isinstance(part, PackedLinear) else linear_of(module, name)
 
 
 def norm_parts(module: torch.nn.Module, offset: float) -> tuple[torch.Tensor, float]:
@@ -250,24 +212,21 @@ def has_common_parts(layer: torch.nn.Module, spec: LayerSpec) -> bool:
     return (
         set(attention) in (ATTENTION_PARTS, ATTENTION_PARTS | {"q_norm", "k_norm"})
         and set(mlp) == MLP_PARTS
-        and all(isinstance(linear, torch.nn.Linear) and can_pack(linear) for linear in linears)
+        and all(isinstance(linear, torch.nn.Linear | PackedLinear) and can_pack(linear) for linear in linears)
         and spec.key_dim == spec.value_dim
         and spec.key_dim % (2 * LANES) == 0
         and not spec.has_sinks
     )
 
 
-def can_pack(linear: torch.nn.Linear) -> bool:
-    """Whether the kernels can take this map: sizes must be multiples of a vector."""
-    return linear.in_features % LANES == 0 and linear.out_features % LANES == 0
-
-
 def pack_head(model: PreTrainedModel, kernels: NativeKernels) -> bool:
     """Pack the map to the vocabulary if the kernels can take it. The embedding keeps a copy where the two are tied."""
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if isinstance(head, FastHead):
+        return True
     if not isinstance(head, torch.nn.Linear) or head.in_features % LANES:
         return False
     if [name for name, _ in head.named_parameters()] != ["weight"]:
         return False
-    model.set_output_embeddings(FastHead(head, kernels))  # type: ignore[no-untyped-call]
+    model.set_output_embeddings(FastHead(packed(head.weight.detach()), kernels))  # type: ignore[no-untyped-call]
     return True

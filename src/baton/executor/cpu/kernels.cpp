@@ -132,6 +132,8 @@ struct F32 {
 
 }  // namespace
 
+#include "quantised.h"
+
 extern "C" {
 
 // Everything about one layer's call that does not change with the number format. Strides count elements.
@@ -167,17 +169,6 @@ struct WriteArguments {
     int32_t threads;
 };
 
-// out[r] = x[r] · W + bias + residual[r], rounded once. W lies in panels of PANEL outputs.
-struct LinearArguments {
-    const void* x;  // [rows, dim], contiguous
-    const void* panels;
-    const float* bias;     // [panels × PANEL], or null
-    const void* residual;  // [rows, outputs], contiguous, or null
-    void* out;             // [rows, outputs], contiguous
-    int32_t rows, dim, outputs;
-    int32_t threads;
-};
-
 struct RotateArguments {
     void* qkv;  // [tokens, heads + 2 * kv_heads, dim]: q and k are rotated in place
     int64_t token_stride;
@@ -190,11 +181,19 @@ struct RotateArguments {
     int32_t threads;
 };
 
-// A linear map: W in panels of PANEL outputs, and its bias or null.
-struct Map {
+// Neighbouring outputs of a linear map in one format: FLOATS in panels of PANEL outputs, others as quantised.h says.
+struct Part {
     const void* panels;
+    int32_t format, outputs;
+};
+
+constexpr int PARTS_MAX = 4;
+
+// A linear map and its bias, [outputs rounded up to PANEL], or null.
+struct Map {
+    Part parts[PARTS_MAX];
     const float* bias;
-    int32_t dim, outputs;
+    int32_t count, dim, outputs;
 };
 
 // What of a decoder layer is the same in every step.
@@ -547,8 +546,12 @@ void rotate_team(const RotateArguments& r) {
     }
 }
 
+constexpr int LINEAR_ROWS = 96;  // rows that share one pass over a panel
+constexpr int GATE_PIECE = 256;  // columns of a row that one thread takes
+
+// The normed rows, also quantised where `groups` is not null.
 template <typename T>
-void norm_team(const void* x_, const float* weight, void* out_, int64_t rows, int dim, float epsilon) {
+void norm_team(const void* x_, const float* weight, void* out_, Group* groups, int64_t rows, int dim, float epsilon) {
     typedef typename T::Element Element;
     const Element* x = static_cast<const Element*>(x_);
     Element* out = static_cast<Element*>(out_);
@@ -559,78 +562,150 @@ void norm_team(const void* x_, const float* weight, void* out_, int64_t rows, in
         for (int d = 0; d < dim; d += LANES) squares += T::load16(from + d) * T::load16(from + d);
         const float scale = 1.0f / std::sqrt(sum(squares) / dim + epsilon);
         for (int d = 0; d < dim; d += LANES) T::store16(out + row * dim + d, T::load16(from + d) * scale * load(weight + d));
+        if (groups) quantise<T>(out + row * dim, dim, groups + row * (dim / GROUP));
     }
 }
 
 inline Vec sigmoid(Vec x) { return 1.0f / (1.0f + exponential(-x)); }
 
-// out = activation(gate) * up, where a row holds gate and up side by side. kind 0: silu, 1: gelu in its tanh form.
+// out = activation(gate) * up, where a row holds gate and up side by side; also quantised where `groups` is not null.
+// kind 0: silu, 1: gelu in its tanh form.
 template <typename T>
-void gate_team(const void* x_, void* out_, int64_t rows, int dim, int kind) {
+void gate_team(const void* x_, void* out_, Group* groups, int64_t rows, int dim, int kind) {
     typedef typename T::Element Element;
     const Element* x = static_cast<const Element*>(x_);
     Element* out = static_cast<Element*>(out_);
+    const int pieces = (dim + GATE_PIECE - 1) / GATE_PIECE;
 #pragma omp for schedule(static)
-    for (int64_t row = 0; row < rows; row++) {
+    for (int64_t unit = 0; unit < rows * pieces; unit++) {
+        const int64_t row = unit / pieces;
+        const int begin = static_cast<int>(unit % pieces) * GATE_PIECE, end = std::min(dim, begin + GATE_PIECE);
         const Element* gates = x + row * 2 * dim;
-        for (int d = 0; d < dim; d += LANES) {
+        for (int d = begin; d < end; d += LANES) {
             Vec g = T::load16(gates + d);
             // gelu_tanh(x) = x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 x³))
             Vec steep = kind == 0 ? g : 1.5957691216f * (g + 0.044715f * g * g * g);
             T::store16(out + row * dim + d, g * sigmoid(steep) * T::load16(gates + dim + d));
         }
+        if (groups) quantise<T>(out + row * dim + begin, end - begin, groups + (row * dim + begin) / GROUP);
     }
 }
 
-// out[r] = x[r] · W in float32, W in panels of PANEL outputs laid out as the keys of a block are.
 template <typename T>
-void head_team(const void* x_, const void* panels_, float* out, int rows, int dim, int panels) {
-    typedef typename T::Element Element;
-    const Element* x = static_cast<const Element*>(x_);
-    const Element* all = static_cast<const Element*>(panels_);
+void quantise_team(const void* x_, Group* groups, int64_t rows, int dim) {
+    const typename T::Element* x = static_cast<const typename T::Element*>(x_);
 #pragma omp for schedule(static)
-    for (int p = 0; p < panels; p++)
-        score_block<T>(x, rows, all + static_cast<int64_t>(p) * PANEL * dim, dim, PANEL, out + p * PANEL, panels * PANEL);
+    for (int64_t row = 0; row < rows; row++) quantise<T>(x + row * dim, dim, groups + row * (dim / GROUP));
 }
 
-constexpr int LINEAR_ROWS = 96;  // rows that share one pass over a panel
+inline bool takes_groups(const Map& map) {
+    for (int p = 0; p < map.count; p++)
+        if (map.parts[p].format != FLOATS) return true;
+    return false;
+}
 
+// One product and where its results go: out[r] = x[r] · W + bias + residual[r], rounded once, from column `first` on.
 template <typename T>
-inline void give_line(const LinearArguments& a, const float* sums, int row, int first) {
-    typedef typename T::Element Element;
-    const int64_t at = static_cast<int64_t>(row) * a.outputs + first;
-    const Element* residual = a.residual ? static_cast<const Element*>(a.residual) + at : nullptr;
-    Element* out = static_cast<Element*>(a.out) + at;
-    const int count = a.outputs - first < PANEL ? a.outputs - first : PANEL;
-    for (int j = 0; j < count; j += LANES) {
-        Vec x = load(sums + j);
-        if (a.bias) x += load(a.bias + first + j);
-        if (residual) x += T::load16(residual + j);
-        T::store16(out + j, x);
+struct Product {
+    const Map& map;
+    const typename T::Element* x;  // [rows, dim], contiguous
+    const Group* groups;           // [rows, dim / GROUP], or null where no part needs them
+    const typename T::Element* residual;  // [rows, outputs], contiguous, or null
+    typename T::Element* out;             // [rows, outputs], contiguous
+    int rows;
+
+    void give(const float* sums, int row, int first, int count) const {
+        const int64_t at = static_cast<int64_t>(row) * map.outputs + first;
+        for (int j = 0; j < count; j += LANES) {
+            Vec x = load(sums + j);
+            if (map.bias) x += load(map.bias + first + j);
+            if (residual) x += T::load16(residual + at + j);
+            T::store16(out + at + j, x);
+        }
     }
-}
+};
 
+// The part of floats whose first output is `begin`.
 template <typename T>
-void linear_team(const LinearArguments& a) {
+void linear_team(const Product<T>& product, const Part& part, int begin) {
     typedef typename T::Element Element;
-    const Element* x = static_cast<const Element*>(a.x);
-    const Element* all = static_cast<const Element*>(a.panels);
-    const int panels = (a.outputs + PANEL - 1) / PANEL;
-    const int pieces = (a.rows + LINEAR_ROWS - 1) / LINEAR_ROWS;
+    const Element* all = static_cast<const Element*>(part.panels);
+    const int panels = (part.outputs + PANEL - 1) / PANEL, dim = product.map.dim;
+    const int pieces = (product.rows + LINEAR_ROWS - 1) / LINEAR_ROWS;
     float sums[LINEAR_ROWS * PANEL];
 #pragma omp for schedule(static)
     for (int unit = 0; unit < panels * pieces; unit++) {
         const int panel = unit / pieces, first = unit % pieces * LINEAR_ROWS;
-        const int count = a.rows - first < LINEAR_ROWS ? a.rows - first : LINEAR_ROWS;
-        score_block<T>(x + static_cast<int64_t>(first) * a.dim, count, all + static_cast<int64_t>(panel) * PANEL * a.dim, a.dim,
+        const int count = std::min(product.rows - first, LINEAR_ROWS);
+        score_block<T>(product.x + static_cast<int64_t>(first) * dim, count, all + static_cast<int64_t>(panel) * PANEL * dim, dim,
                        PANEL, sums, PANEL);
-        for (int r = 0; r < count; r++) give_line<T>(a, sums + r * PANEL, first + r, panel * PANEL);
+        for (int r = 0; r < count; r++)
+            product.give(sums + r * PANEL, first + r, begin + panel * PANEL, std::min(part.outputs - panel * PANEL, PANEL));
+    }
+}
+
+// out[r] = x[r] · outputs [unit * PANEL, (unit + 1) * PANEL) of a quantised part, or as many as it has
+inline void unit_product(const Part& part, int unit, const Group* x, int rows, int dim, float* out, int out_stride) {
+    constexpr int PANELS = PANEL / LANES;
+    const int64_t stride = panel_bytes(part.format, dim);
+    const uint8_t* at = static_cast<const uint8_t*>(part.panels) + unit * PANELS * stride;
+    const bool is_whole = part.outputs - unit * PANEL > LANES;
+    with_format(part.format, [&](auto f) {
+        (is_whole ? panel_product<decltype(f), PANELS> : panel_product<decltype(f), 1>)(at, stride, x, rows, dim / GROUP, out,
+                                                                                         out_stride);
+    });
+}
+
+inline int quantised_units(const Part& part) { return part.format == FLOATS ? 0 : (part.outputs + PANEL - 1) / PANEL; }
+
+// The quantised parts together, so that threads have equal shares of all.
+template <typename T>
+void quantised_team(const Product<T>& product) {
+    const Map& map = product.map;
+    int units = 0;
+    for (int p = 0; p < map.count; p++) units += quantised_units(map.parts[p]);
+    const int pieces = (product.rows + LINEAR_ROWS - 1) / LINEAR_ROWS;
+    float sums[LINEAR_ROWS * PANEL];
+#pragma omp for schedule(static)
+    for (int each = 0; each < units * pieces; each++) {
+        int unit = each / pieces, begin = 0, p = 0;
+        for (; unit >= quantised_units(map.parts[p]); p++) {
+            unit -= quantised_units(map.parts[p]);
+            begin += map.parts[p].outputs;
+        }
+        const int first = each % pieces * LINEAR_ROWS, count = std::min(product.rows - first, LINEAR_ROWS);
+        const Group* x = product.groups + static_cast<int64_t>(first) * (map.dim / GROUP);
+        unit_product(map.parts[p], unit, x, count, map.dim, sums, PANEL);
+        const int outputs = std::min(map.parts[p].outputs - unit * PANEL, PANEL);
+        for (int r = 0; r < count; r++) product.give(sums + r * PANEL, first + r, begin + unit * PANEL, outputs);
     }
 }
 
 template <typename T>
-inline void map_team(const Map& map, const void* x, const void* residual, void* out, int rows) {
-    linear_team<T>({x, map.panels, map.bias, residual, out, rows, map.dim, map.outputs, 0});
+void map_team(const Map& map, const void* x, const Group* groups, const void* residual, void* out, int rows) {
+    typedef typename T::Element Element;
+    const Product<T> product = {map, static_cast<const Element*>(x), groups, static_cast<const Element*>(residual),
+                                static_cast<Element*>(out), rows};
+    for (int p = 0, begin = 0; p < map.count; begin += map.parts[p++].outputs)
+        if (map.parts[p].format == FLOATS) linear_team<T>(product, map.parts[p], begin);
+    if (takes_groups(map)) quantised_team<T>(product);
+}
+
+// out[r] = x[r] · W in float32 for a map of one part; `out` has room for whole panels.
+template <typename T>
+void head_team(const Map& map, const void* x_, const Group* groups, float* out, int rows) {
+    typedef typename T::Element Element;
+    const Part& part = map.parts[0];
+    const Element* x = static_cast<const Element*>(x_);
+    const Element* all = static_cast<const Element*>(part.panels);
+    const int panels = (part.outputs + PANEL - 1) / PANEL;
+#pragma omp for schedule(static)
+    for (int p = 0; p < panels; p++)
+        if (part.format == FLOATS)
+            score_block<T>(x, rows, all + static_cast<int64_t>(p) * PANEL * map.dim, map.dim, PANEL, out + p * PANEL,
+                           panels * PANEL);
+        else
+            unit_product(part, p, groups, rows, map.dim, out + p * PANEL, panels * PANEL);
 }
 
 // One decoder layer of the common kind, x and out [tokens, width].
@@ -645,11 +720,12 @@ void layer_team(const LayerArguments& l, const StepArguments& s, const void* x, 
     Element* middle = attended + tokens * heads_width;
     Element* both = middle + tokens * width;
     Element* gated = both + tokens * 2 * inner;
+    Group* groups = reinterpret_cast<Group*>(gated + tokens * inner);
     const Element* key = qkv + heads_width;
     const Element* value = key + l.kv_heads * l.dim;
 
-    norm_team<T>(x, l.first_norm, normed, tokens, width, l.first_epsilon);
-    map_team<T>(l.qkv, normed, nullptr, qkv, s.tokens);
+    norm_team<T>(x, l.first_norm, normed, takes_groups(l.qkv) ? groups : nullptr, tokens, width, l.first_epsilon);
+    map_team<T>(l.qkv, normed, groups, nullptr, qkv, s.tokens);
     rotate_team<T>({qkv, l.qkv.outputs, s.cosines, s.sines, l.query_norm, l.key_norm, l.qk_epsilon, s.tokens, l.heads,
                     l.kv_heads, l.dim, 0});
     write_team<T>({key, value, l.qkv.outputs, l.dim, l.qkv.outputs, l.dim, l.keys, l.values, l.block_stride, l.key_head_stride,
@@ -657,11 +733,12 @@ void layer_team(const LayerArguments& l, const StepArguments& s, const void* x, 
     attend_team<T>({qkv, l.qkv.outputs, l.dim, attended, l.keys, l.values, l.block_stride, l.key_head_stride,
                     l.value_head_stride, s.query_starts, s.contexts, s.tables, s.table_stride, nullptr, s.sequences, l.heads,
                     l.kv_heads, l.dim, l.dim, l.block_size, l.window, l.scaling, l.softcap, 0});
-    map_team<T>(l.o, attended, x, middle, s.tokens);
-    norm_team<T>(middle, l.second_norm, normed, tokens, width, l.second_epsilon);
-    map_team<T>(l.gate_up, normed, nullptr, both, s.tokens);
-    gate_team<T>(both, gated, tokens, inner, l.gate_kind);
-    map_team<T>(l.down, gated, middle, out, s.tokens);
+    if (takes_groups(l.o)) quantise_team<T>(attended, groups, tokens, heads_width);
+    map_team<T>(l.o, attended, groups, x, middle, s.tokens);
+    norm_team<T>(middle, l.second_norm, normed, takes_groups(l.gate_up) ? groups : nullptr, tokens, width, l.second_epsilon);
+    map_team<T>(l.gate_up, normed, groups, nullptr, both, s.tokens);
+    gate_team<T>(both, gated, takes_groups(l.down) ? groups : nullptr, tokens, inner, l.gate_kind);
+    map_team<T>(l.down, gated, groups, middle, out, s.tokens);
 }
 
 template <typename Work>
@@ -688,16 +765,30 @@ inline int threads_for(int64_t rows, int threads) { return rows > 8 ? threads : 
     }                                                                                                                     \
     void baton_norm_##SUFFIX(const void* x, const float* weight, void* out, int64_t rows, int dim, float epsilon,         \
                              int threads) {                                                                               \
-        in_team(threads_for(rows, threads), [=] { norm_team<TYPE>(x, weight, out, rows, dim, epsilon); });                \
+        in_team(threads_for(rows, threads), [=] { norm_team<TYPE>(x, weight, out, nullptr, rows, dim, epsilon); });       \
     }                                                                                                                     \
     void baton_gate_##SUFFIX(const void* x, void* out, int64_t rows, int dim, int kind, int threads) {                    \
-        in_team(threads_for(rows, threads), [=] { gate_team<TYPE>(x, out, rows, dim, kind); });                           \
+        in_team(threads_for(rows, threads), [=] { gate_team<TYPE>(x, out, nullptr, rows, dim, kind); });                  \
     }                                                                                                                     \
-    void baton_head_##SUFFIX(const void* x, const void* panels, float* out, int rows, int dim, int count, int threads) {  \
-        in_team(threads, [=] { head_team<TYPE>(x, panels, out, rows, dim, count); });                                     \
+    void baton_head_##SUFFIX(const Map* map, const void* x, void* groups, float* out, int rows, int threads) {            \
+        in_team(threads, [=] {                                                                                            \
+            if (takes_groups(*map)) quantise_team<TYPE>(x, static_cast<Group*>(groups), rows, map->dim);                  \
+            head_team<TYPE>(*map, x, static_cast<Group*>(groups), out, rows);                                             \
+        });                                                                                                               \
     }                                                                                                                     \
-    void baton_linear_##SUFFIX(const LinearArguments* a) {                                                                \
-        in_team(a->threads, [=] { linear_team<TYPE>(*a); });                                                              \
+    void baton_linear_##SUFFIX(const Map* map, const void* x, void* groups, const void* residual, void* out, int rows,    \
+                               int threads) {                                                                             \
+        in_team(threads, [=] {                                                                                            \
+            if (takes_groups(*map)) quantise_team<TYPE>(x, static_cast<Group*>(groups), rows, map->dim);                  \
+            map_team<TYPE>(*map, x, static_cast<Group*>(groups), residual, out, rows);                                    \
+        });                                                                                                               \
+    }                                                                                                                     \
+    void baton_lookup_##SUFFIX(const void* panels, int format, const int64_t* ids, int count, int dim, void* out, int threads) {\
+        in_team(threads_for(count, threads),                                                                              \
+                [=] { lookup_team<TYPE>(static_cast<const uint8_t*>(panels), format, ids, count, dim, out); });           \
+    }                                                                                                                     \
+    void baton_encode_##SUFFIX(int format, const void* rows, int outputs, int dim, void* out, int threads) {              \
+        in_team(threads, [=] { encode_team<TYPE>(format, rows, outputs, dim, static_cast<uint8_t*>(out)); });             \
     }                                                                                                                     \
     void baton_layer_##SUFFIX(const LayerArguments* l, const StepArguments* s, const void* x, void* out) {                \
         in_team(s->threads, [=] { layer_team<TYPE>(*l, *s, x, out); });                                                   \
@@ -706,4 +797,12 @@ inline int threads_for(int64_t rows, int threads) { return rows > 8 ? threads : 
 extern "C" {
 BATON_ENTRIES(bf16, Bf16)
 BATON_ENTRIES(f32, F32)
+
+int64_t baton_panel_bytes(int format, int dim) { return panel_bytes(format, dim); }
+
+void baton_pack(int format, const void* rows, const int64_t* order, int outputs, int dim, void* out, int threads) {
+    in_team(threads, [=] {
+        pack_team(format, static_cast<const uint8_t*>(rows), order, outputs, dim, static_cast<uint8_t*>(out));
+    });
+}
 }

@@ -16,9 +16,12 @@ import platform
 import shutil
 import subprocess
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from baton.core.start_stage import OnStage, no_stages
@@ -33,6 +36,11 @@ COMPILE_S_MAX = 300
 LANES = 16
 TILE_KEYS = 128
 PANEL = 32
+PARTS_MAX = 4
+"""Parts of a linear map, each in a format of its own."""
+GROUP = 32
+GROUP_BYTES = 48
+"""Of a quantised group of activations."""
 SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 
 _Pointer = ctypes.c_void_p
@@ -96,20 +104,6 @@ class WriteArguments(ctypes.Structure):
     ]
 
 
-class LinearArguments(ctypes.Structure):
-    _fields_ = [
-        ("x", _Pointer),
-        ("panels", _Pointer),
-        ("bias", _Pointer),
-        ("residual", _Pointer),
-        ("out", _Pointer),
-        ("rows", _Int),
-        ("dim", _Int),
-        ("outputs", _Int),
-        ("threads", _Int),
-    ]
-
-
 class RotateArguments(ctypes.Structure):
     _fields_ = [
         ("qkv", _Pointer),
@@ -127,8 +121,14 @@ class RotateArguments(ctypes.Structure):
     ]
 
 
+class MapPart(ctypes.Structure):
+    """Neighbouring outputs of a linear map in one format."""
+
+    _fields_ = [("panels", _Pointer), ("format", _Int), ("outputs", _Int)]
+
+
 class LinearMap(ctypes.Structure):
-    _fields_ = [("panels", _Pointer), ("bias", _Pointer), ("dim", _Int), ("outputs", _Int)]
+    _fields_ = [("parts", MapPart * PARTS_MAX), ("bias", _Pointer), ("count", _Int), ("dim", _Int), ("outputs", _Int)]
 
 
 class LayerArguments(ctypes.Structure):
@@ -164,7 +164,10 @@ class LayerArguments(ctypes.Structure):
     @property
     def scratch_width(self) -> int:
         """Numbers of working memory for each token: as `layer_team` divides it."""
-        return int(2 * self.qkv.dim + self.qkv.outputs + self.heads * self.dim + 3 * self.down.dim)
+        widest = max(
+            self.qkv.dim, self.heads * self.dim, self.down.dim
+        )  # of what is quantised; a group takes less than that
+        return int(2 * self.qkv.dim + self.qkv.outputs + self.heads * self.dim + 3 * self.down.dim + widest)
 
 
 class StepArguments(ctypes.Structure):
@@ -200,12 +203,24 @@ class NativeKernels:
         self._norm = library[f"baton_norm_{suffix}"]
         self._gate = library[f"baton_gate_{suffix}"]
         self._head = library[f"baton_head_{suffix}"]
-        for function in (self.attend, self.write, self.rotate, self._linear):
+        self._lookup = library[f"baton_lookup_{suffix}"]
+        self._encode = library[f"baton_encode_{suffix}"]
+        self._pack = library["baton_pack"]
+        self._panel_bytes = library["baton_panel_bytes"]
+        for function in (self.attend, self.write, self.rotate):
             function.restype = None
             function.argtypes = [_Pointer]
-        self._norm.restype = self._gate.restype = self._head.restype = self._layer.restype = None
+        for function in (self._norm, self._gate, self._head, self._layer, self._linear, self._lookup):
+            function.restype = None
+        self._pack.restype = self._encode.restype = None
+        self._panel_bytes.restype = _Stride
+        self._panel_bytes.argtypes = [_Int, _Int]
         self._layer.argtypes = [_Pointer, _Pointer, _Pointer, _Pointer]
-        self._head.argtypes = [_Pointer, _Pointer, _Pointer, _Int, _Int, _Int, _Int]
+        self._linear.argtypes = [_Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Int, _Int]
+        self._head.argtypes = [_Pointer, _Pointer, _Pointer, _Pointer, _Int, _Int]
+        self._lookup.argtypes = [_Pointer, _Int, _Pointer, _Int, _Int, _Pointer, _Int]
+        self._encode.argtypes = [_Int, _Pointer, _Int, _Int, _Pointer, _Int]
+        self._pack.argtypes = [_Int, _Pointer, _Pointer, _Int, _Int, _Pointer, _Int]
         self._norm.argtypes = [_Pointer, _Pointer, _Pointer, _Stride, _Int, _Float, _Int]
         self._gate.argtypes = [_Pointer, _Pointer, _Stride, _Int, _Int, _Int]
 
@@ -213,20 +228,18 @@ class NativeKernels:
         self, x: torch.Tensor, weights: PackedWeights, bias: torch.Tensor | None, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
         """x · W + bias + residual of contiguous rows, rounded once; `bias` is float32."""
-        rows, dim = x.shape
+        rows = len(x)
         out = x.new_empty(rows, weights.outputs)
-        arguments = LinearArguments(
-            x=x.data_ptr(),
-            panels=weights.panels.data_ptr(),
-            bias=None if bias is None else bias.data_ptr(),
-            residual=None if residual is None else residual.data_ptr(),
-            out=out.data_ptr(),
-            rows=rows,
-            dim=dim,
-            outputs=weights.outputs,
-            threads=torch.get_num_threads(),
+        arguments, groups = weights.linear_map(bias), _room_for_groups(x)
+        self._linear(
+            ctypes.addressof(arguments),
+            x.data_ptr(),
+            groups.data_ptr(),
+            None if residual is None else residual.data_ptr(),
+            out.data_ptr(),
+            rows,
+            torch.get_num_threads(),
         )
-        self._linear(ctypes.addressof(arguments))
         return out
 
     def layer(self, layer: LayerArguments, step: StepArguments, x: torch.Tensor) -> torch.Tensor:
@@ -251,22 +264,94 @@ class NativeKernels:
         return out
 
     def head(self, x: torch.Tensor, weights: PackedWeights) -> torch.Tensor:
-        """The products of contiguous rows in float32."""
-        rows, dim = x.shape
-        count = len(weights.panels)
-        out = torch.empty(rows, count * PANEL, dtype=torch.float32)
+        """The products of contiguous rows in float32; the weights have one part."""
+        rows, (part,) = len(x), weights.parts
+        out = torch.empty(rows, -(-part.outputs // PANEL) * PANEL, dtype=torch.float32)
+        arguments, groups = weights.linear_map(None), _room_for_groups(x)
         threads = torch.get_num_threads()
-        self._head(x.data_ptr(), weights.panels.data_ptr(), out.data_ptr(), rows, dim, count, threads)
+        self._head(ctypes.addressof(arguments), x.data_ptr(), groups.data_ptr(), out.data_ptr(), rows, threads)
         return out[:, : weights.outputs]
+
+    def lookup(self, weights: PackedWeights, ids: torch.Tensor) -> torch.Tensor:
+        """The weights of these outputs, one row each; the weights have one part, which is quantised."""
+        (part,) = weights.parts
+        ids = ids.contiguous()
+        out = torch.empty(*ids.shape, weights.dim, dtype=self.dtype)
+        threads = torch.get_num_threads()
+        self._lookup(part.panels.data_ptr(), part.format, ids.data_ptr(), ids.numel(), weights.dim, out.data_ptr(), threads)
+        return out
+
+    def pack(self, form: WeightFormat, rows: np.ndarray, order: np.ndarray, dim: int) -> PackedWeights:
+        """Panels of quantised rows as a GGUF file has them; `order` names the row of each output."""
+        outputs = len(order)
+        panels = self._room_for_panels(form, outputs, dim)
+        order = np.ascontiguousarray(order, dtype=np.int64)
+        rows = np.ascontiguousarray(rows)
+        self._pack(form, rows.ctypes.data, order.ctypes.data, outputs, dim, panels.data_ptr(), torch.get_num_threads())
+        return PackedWeights((PackedPart(panels, outputs, form),), dim)
+
+    def encode(self, form: WeightFormat, weight: torch.Tensor) -> PackedWeights:
+        """Panels of contiguous [outputs, dim] floats quantised as Q8_0 or Q4_1; `dim` is a multiple of a group."""
+        if form not in (WeightFormat.Q8_0, WeightFormat.Q4_1):
+            raise ValueError(f"floats are not quantised as {form.name} here")
+        outputs, dim = weight.shape
+        panels = self._room_for_panels(form, outputs, dim)
+        self._encode(form, weight.data_ptr(), outputs, dim, panels.data_ptr(), torch.get_num_threads())
+        return PackedWeights((PackedPart(panels, outputs, form),), dim)
+
+    def _room_for_panels(self, form: WeightFormat, outputs: int, dim: int) -> torch.Tensor:
+        return torch.empty(-(-outputs // LANES) * self._panel_bytes(form, dim), dtype=torch.uint8)
+
+
+def _room_for_groups(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(-(-x.numel() // GROUP) * GROUP_BYTES, dtype=torch.uint8)
+
+
+class WeightFormat(IntEnum):
+    """How weights are stored: the numbers are those of quantised.h, the names those of GGUF."""
+
+    FLOATS = 0
+    """In the number format of the kernels."""
+    Q8_0 = 1
+    Q4_0 = 2
+    Q4_1 = 3
+    Q5_0 = 4
+    Q5_1 = 5
+    Q4_K = 6
+    Q5_K = 7
+    Q6_K = 8
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPart:
+    """Neighbouring outputs of a linear map in the order in which the kernels read their weights."""
+
+    panels: torch.Tensor
+    """Floats: [panels, dim / pair, PANEL, pair]; zeros fill the last panel. Others: bytes as quantised.h has them."""
+    outputs: int
+    format: WeightFormat
 
 
 @dataclass(frozen=True, slots=True)
 class PackedWeights:
-    """Weights of a linear map in the order in which the kernels read them."""
+    """Weights of a linear map."""
 
-    panels: torch.Tensor
-    """[panels, dim / pair, PANEL, pair]; zeros fill the last panel"""
-    outputs: int
+    parts: tuple[PackedPart, ...]
+    dim: int
+
+    @property
+    def outputs(self) -> int:
+        return sum(part.outputs for part in self.parts)
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.panels.nbytes for part in self.parts)
+
+    def linear_map(self, bias: torch.Tensor | None) -> LinearMap:
+        """What the kernels take; it does not keep the memory alive."""
+        pointers = [MapPart(part.panels.data_ptr(), part.format, part.outputs) for part in self.parts]
+        parts = (MapPart * PARTS_MAX)(*pointers)
+        return LinearMap(parts, None if bias is None else bias.data_ptr(), len(pointers), self.dim, self.outputs)
 
 
 def packed(weight: torch.Tensor) -> PackedWeights:
@@ -275,7 +360,12 @@ def packed(weight: torch.Tensor) -> PackedWeights:
     missing = -len(weight) % PANEL
     padded = torch.cat([weight, weight.new_zeros(missing, weight.shape[1])]) if missing else weight
     panels = padded.view(-1, PANEL, weight.shape[1] // pair, pair).transpose(1, 2).contiguous()
-    return PackedWeights(panels, len(weight))
+    return PackedWeights((PackedPart(panels, len(weight), WeightFormat.FLOATS),), weight.shape[1])
+
+
+def joined(weights: Sequence[PackedWeights]) -> PackedWeights:
+    """One map of several with the same inputs."""
+    return PackedWeights(tuple(part for each in weights for part in each.parts), weights[0].dim)
 
 
 def load_kernels(dtype: torch.dtype, on_stage: OnStage = no_stages) -> NativeKernels | None:
@@ -339,7 +429,8 @@ def _compiled(compiler: str, source: Path, folder: Path) -> Path | None:
 def _key(source: Path, compiler: str) -> str:
     version = subprocess.run([compiler, "-dumpfullversion"], capture_output=True, text=True, timeout=10, check=False).stdout
     digest = hashlib.blake2b(digest_size=12)
-    for part in (source.read_text(), " ".join(FLAGS), version, _cpu()):
+    included = [header.read_text() for header in sorted(source.parent.glob("*.h"))]
+    for part in (source.read_text(), *included, " ".join(FLAGS), version, _cpu()):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()
 

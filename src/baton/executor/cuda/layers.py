@@ -15,10 +15,10 @@ from baton.executor.cpu.fused_layers import (
     LAYER_PARTS,
     MLP_PARTS,
     gate_kind,
-    joined_bias,
     linear_of,
     norm_parts,
 )
+from baton.executor.cpu.packed_modules import joined_bias
 from baton.executor.cuda.attention import CudaAttention, RotaryForm
 from baton.executor.cuda.products import DeviceLinear, NormedRows, ProductScratch, RmsNorm, normed
 from baton.executor.kv_pool import LayerSpec
