@@ -14,6 +14,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypedDict, cast
 
@@ -26,6 +27,7 @@ from baton.core.setting import BadConfig
 from baton.executor.dummy_weights import draw_weights
 from baton.executor.fingerprint import model_mark
 from baton.executor.kv_pool import LayerSpec
+from baton.executor.light_transformers import without_compiler
 from baton.executor.model_shapes import ModelShape, shape_fields, shape_in, shape_mark
 from baton.executor.model_support import UnsupportedModel, check_config, optional_attribute, text_config
 from baton.executor.paged_attention import ATTENTION_NAME, AttentionContext, LayerDiscovery, register_attention
@@ -79,7 +81,7 @@ def load_model(path: Path, dtype: str, device: str = "cpu", context_tokens: int 
         config = _read_config(path)
         check_config(config)
         check_positions(path, config, context_tokens)
-        model = _read_weights(path, config, number_format)
+        model = without_compiler(partial(_read_weights, path, config, number_format))
     # What fails from here on is the device's, and may pass: it says nothing of the files.
     model.to(device)  # type: ignore[arg-type]  # it takes what any module takes
     return _describe(model, config, number_format, model_mark(path))
