@@ -20,8 +20,8 @@ def freeze_gc() -> None:
 
 @contextlib.contextmanager
 def without_gc() -> Iterator[None]:
-    """Collect no garbage until `freeze_gc`, or the end. A start makes hardly any, and looking for it among all that libraries
-    make is a fifth of their import."""
+    """Collect no garbage until `freeze_gc`, or the end. A start makes hardly any, and to look for it among all that
+    libraries make is a fifth of their import."""
     gc.disable()
     try:
         yield
