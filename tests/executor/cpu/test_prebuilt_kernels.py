@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.executor.cpu import test_native_kernels as against_torch
 from tests.executor.cpu.test_kernel_cache import SMALL
 
 from baton.executor.cpu import kernel_build
@@ -43,8 +44,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("BATON_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / PREBUILT
     folder.mkdir()
+    build("g++", (), tmp_path / "built.so")
     for variant in VARIANTS:
-        build("g++", (), folder / f"{variant.name}.so")
+        shutil.copyfile(tmp_path / "built.so", folder / f"{variant.name}.so")
     (folder / DIGEST_NAME).write_text(source_digest())
     monkeypatch.setattr(native.shutil, "which", lambda _: None)
     return tmp_path
@@ -113,19 +115,22 @@ def test_without_vector_extensions_the_sources_use_no_intrinsics() -> None:
         assert not [line for line in ours if INTRINSIC.search(line)]
 
 
-@pytest.fixture(scope="module")
-def plainest(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("plainest") / "kernels.so"
-    build("g++", VARIANTS[-1].flags, made)
+@pytest.fixture(scope="module", params=[VARIANTS[-1], *(pytest.param(one, marks=pytest.mark.slow) for one in VARIANTS[:-1])])
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of one variant, the plainest in every run of the tests."""
+    if not request.param.needs <= cpu_features(Path("/proc/cpuinfo").read_text(encoding="utf-8")):
+        pytest.skip(f"this CPU does not run {request.param.name}")
+    made = tmp_path_factory.mktemp(request.param.name) / "kernels.so"
+    build("g++", request.param.flags, made)
     return made
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
-def test_kernels_for_every_x86_64_compute_what_those_for_this_machine_do(
-    plainest: Path, dtype: torch.dtype, tolerance: float
+def test_kernels_of_every_variant_compute_what_those_for_this_machine_do(
+    library: Path, dtype: torch.dtype, tolerance: float
 ) -> None:
     """But for rounding, which differs between instruction sets."""
-    ours, plain = load_kernels(dtype), NativeKernels(native._opened(plainest), dtype)
+    ours, theirs = load_kernels(dtype), NativeKernels(native._opened(library), dtype)
     assert ours is not None
     draw = torch.Generator().manual_seed(0)
     weight = packed(torch.randn(96, 64, generator=draw).to(dtype))
@@ -139,4 +144,10 @@ def test_kernels_for_every_x86_64_compute_what_those_for_this_machine_do(
             lambda kernels, x=x: kernels.gate(x, 0),
             lambda kernels, x=x: kernels.gate(x, 1),
         ):
-            torch.testing.assert_close(compute(plain), compute(ours), rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(compute(theirs), compute(ours), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_of_every_variant_is_that_of_torch(library: Path, dtype: torch.dtype) -> None:
+    for seed in range(6):
+        against_torch.test_native_and_gathered_attention_agree(NativeKernels(native._opened(library), dtype), seed)
