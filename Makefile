@@ -37,7 +37,8 @@ serve: $(READY_TO_SERVE)
 
 dist: $(READY_TO_SERVE)
 	rm -rf dist
-	$(BIN)/python -m hatchling build
+	PYTHONPATH=src:. $(BIN)/python tools/build_kernels.py build/kernels
+	WHEEL_KERNELS=$(CURDIR)/build/kernels $(BIN)/python -m hatchling build
 
 try-wheel: $(READY_TO_SERVE)
 	$(BIN)/python tools/try_wheel.py --python $(PYTHON)

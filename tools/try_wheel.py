@@ -30,6 +30,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 NOBODY = "nobody"
 SERVED = re.compile(r"is served at (http://\S+)")
+KERNELS = re.compile(r"native kernels: built for (\S+)")
 QUESTION = "What is the capital of France? Answer in one sentence."
 ANSWER = "Paris"
 READY_S_MAX, ANSWER_S_MAX, STOP_S_MAX = 300, 120, 60
@@ -53,19 +54,24 @@ class TriedWheel:
     """From the command to the first answer; with the built-in model fetched and converted unless it was there."""
     user: str
     answer: str
+    kernels: str
+    """Which of the wheel's CPU kernels were used."""
     log: str
 
     def __str__(self) -> str:
         return (
             f"wheel {self.wheel_mb:.1f} MB; environment {self.environment_mb} MB, of which torch {self.torch_mb} MB; "
-            f"installed in {self.install_s:.0f} s, first answer {self.start_s:.0f} s after the start, as {self.user}: "
-            f"{self.answer!r}"
+            f"installed in {self.install_s:.0f} s, first answer {self.start_s:.0f} s after the start, as {self.user}, "
+            f"kernels {self.kernels}: {self.answer!r}"
         )
 
 
 def build(folder: Path) -> Path:
-    """The wheel and the source archive; returns the wheel."""
-    _run([sys.executable, "-m", "hatchling", "build", "-d", str(folder)], {**os.environ})
+    """The wheel, with the kernels that can be built here, and the source archive; returns the wheel."""
+    kernels = folder.with_name("kernels")
+    variables = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "WHEEL_KERNELS": str(kernels)}
+    _run([sys.executable, str(ROOT / "tools" / "build_kernels.py"), str(kernels)], variables)
+    _run([sys.executable, "-m", "hatchling", "build", "-d", str(folder)], variables)
     (wheel,) = folder.glob("*.whl")
     (_,) = folder.glob("*.tar.gz")
     return wheel
@@ -87,7 +93,7 @@ def install(wheel: Path, venv: Path, python: str, variables: Mapping[str, str]) 
 def serving(venv: Path, home: Path, user: str | None, variables: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
     """A server of the built-in model; yields its address and its log. It must stop in order at the end."""
     log = home / "log"
-    command = [str(venv / "bin" / "baton"), "serve", "--port", "0"]
+    command = [str(venv / "bin" / "baton"), "serve", "--port", "0", "--log-level", "info"]
     as_user = {} if user is None else {"user": user, "group": pwd.getpwnam(user).pw_gid, "extra_groups": []}
     with log.open("wb") as out:
         process = subprocess.Popen(command, cwd=home, env=dict(variables), stdout=out, stderr=out, **as_user)  # type: ignore[call-overload]
@@ -148,8 +154,11 @@ def try_wheel(folder: Path, python: str, models: Path | None) -> TriedWheel:
         raise Failed(f"the answer has no {ANSWER} in it: {answer}")
     torch_mb = sum(_megabytes(part) for part in venv.glob("lib/python*/site-packages/torch"))
     name = user or pwd.getpwuid(os.geteuid()).pw_name
+    said = log.read_text()
+    found = KERNELS.search(said)
+    kernels = "none" if found is None else found[1]
     return TriedWheel(
-        wheel.stat().st_size / 1e6, _megabytes(venv), torch_mb, install_s, start_s, name, answer, log.read_text()
+        wheel.stat().st_size / 1e6, _megabytes(venv), torch_mb, install_s, start_s, name, answer, kernels, said
     )
 
 

@@ -21,6 +21,8 @@ from packaging.utils import canonicalize_name
 
 from baton import __version__
 from baton.executor.cache_folder import cache_folder
+from baton.executor.cpu.kernel_build import DIGEST_NAME, PREBUILT, VARIANTS, best_variant, cpu_features
+from tools.build_kernels import GLIBC_LEAST, wheel_tag
 from tools.try_wheel import ANSWER, other_user, try_wheel
 
 ROOT = Path(__file__).parents[2]
@@ -31,13 +33,18 @@ OF_THE_SYSTEM = Path("/usr/bin/python3")
 """A Python that all users can run, where ours is in somebody's home folder."""
 
 
+def _built(folder: Path, kernels: Path) -> Path:
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env={**os.environ, "WHEEL_KERNELS": str(kernels)})
+    (built,) = folder.glob("*.whl")
+    return built
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """Without kernels, as on a machine that has no compiler."""
     folder = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    (built,) = folder.glob("*.whl")
-    return zipfile.ZipFile(built)
+    return zipfile.ZipFile(_built(folder, folder / "kernels"))
 
 
 def test_every_file_of_the_package_is_in_the_wheel(wheel: zipfile.ZipFile) -> None:
@@ -46,6 +53,30 @@ def test_every_file_of_the_package_is_in_the_wheel(wheel: zipfile.ZipFile) -> No
     packed = {name for name in wheel.namelist() if name.startswith("baton/")}
     assert packed == here
     assert {"baton/executor/cpu/kernels.cpp", "baton/node/static/index.html"} <= packed
+
+
+def test_kernels_that_were_built_are_in_the_wheel_which_is_tagged_for_their_platform(tmp_path: Path) -> None:
+    kernels = tmp_path / "kernels"
+    kernels.mkdir()
+    names = {f"{variant.name}.so" for variant in VARIANTS} | {DIGEST_NAME}
+    for name in names:
+        (kernels / name).write_text(name)
+    (kernels / "wheel.tag").write_text("py3-none-manylinux_2_27_x86_64")
+    built = _built(tmp_path, kernels)
+    assert built.name == f"baton_serve-{__version__}-py3-none-manylinux_2_27_x86_64.whl"
+    with zipfile.ZipFile(built) as archive:
+        folder = f"baton/executor/cpu/{PREBUILT}/"
+        assert {name.removeprefix(folder) for name in archive.namelist() if name.startswith(folder)} == names
+        (told,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith("/WHEEL"))
+    assert "Root-Is-Purelib: false" in told
+
+
+def test_the_tag_names_the_oldest_c_library_that_has_all_functions(tmp_path: Path) -> None:
+    library = tmp_path / "library.so"
+    library.write_bytes(b"\0GLIBC_2.2.5\0GLIBC_2.27\0GLIBC_2.14\0GLIBCXX_3.4.30\0")
+    assert wheel_tag([library]) == "py3-none-manylinux_2_27_x86_64"
+    library.write_bytes(b"\0GLIBC_2.2.5\0")
+    assert wheel_tag([library]) == f"py3-none-manylinux_2_{GLIBC_LEAST}_x86_64"
 
 
 def test_its_metadata_name_version_licence_and_no_torch(wheel: zipfile.ZipFile) -> None:
@@ -129,8 +160,17 @@ def test_a_new_environment_with_only_the_wheel_serves_the_built_in_model(monkeyp
         tried = try_wheel(Path(folder), str(python), cache_folder())
     assert tried.user == (other_user(python) or pwd.getpwuid(os.geteuid()).pw_name)
     assert ANSWER in tried.answer
-    assert "no native kernels: there is no g++" in tried.log
+    assert tried.kernels == best_variant(cpu_features(Path("/proc/cpuinfo").read_text(encoding="utf-8"))).name
+    assert "no native kernels" not in tried.log
     assert "Traceback" not in tried.log
+
+
+def test_the_wheel_is_made_with_kernels_by_one_command() -> None:
+    planned = subprocess.run(["make", "--dry-run", "dist"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    building, packing = planned.splitlines()[-2:]
+    assert building.endswith("tools/build_kernels.py build/kernels")
+    assert f"WHEEL_KERNELS={ROOT}/build/kernels " in packing
+    assert packing.endswith("-m hatchling build")
 
 
 def test_the_wheel_is_tried_with_the_python_that_make_is_given() -> None:

@@ -23,11 +23,13 @@ from baton.cli.options import config_file
 from baton.cli.stage_display import LiveStages
 from baton.core.config import OnPreempt
 from baton.core.errors import EXIT_SETUP, BatonError, SetupError
+from baton.node.gc_pauses import without_gc
 from baton.node.log_lines import OPERATOR, formatter_of, json_line
 from baton.node.settings import EngineSettings, ExecutorKind, HttpSettings, InstanceSettings, LogFormat, LogLevel
 from baton.node.stderr_queue import queue_stderr
 
 if TYPE_CHECKING:
+    from baton.node.engine_launch import LaunchedEngine
     from baton.node.start_stages import StageView
 
 console = Console(stderr=True, highlight=False)
@@ -137,12 +139,31 @@ def stage_view(log_format: LogFormat, say: Callable[[str], None] | None = None) 
 
 
 def _run(**settings: Any) -> None:
-    # Imported late: `baton --help` must not wait for the libraries of a server.
-    from baton.node import service
-    from baton.node.start_stages import StartStages
-
     log_to_stderr(settings)
     log_format = settings["log_format"]
-    stages = StartStages(stage_view(log_format))
-    with told_in_one_line("baton serve", settings, stages.close):
-        service.serve(service.ServeSettings(**settings), lambda line: tell(line, log_format), stages)
+    with _engine_launched(settings) as launched, without_gc():
+        # Imported late: `baton --help` must not wait for the libraries of a server, nor must the engine.
+        from baton.node import service
+        from baton.node.start_stages import StartStages
+
+        stages = StartStages(stage_view(log_format))
+        with told_in_one_line("baton serve", settings, stages.close):
+            service.serve(service.ServeSettings(**settings), lambda line: tell(line, log_format), stages, launched)
+
+
+@contextlib.contextmanager
+def _engine_launched(settings: Mapping[str, Any]) -> Iterator[LaunchedEngine | None]:
+    """The engine's process, which imports torch meanwhile. Under a router it is started later: instances start together
+    there, with a lower share of the cores that they hand on."""
+    if settings["executor"] is ExecutorKind.SCRIPTED or settings["engine"].router is not None:
+        yield None
+        return
+    from baton.node.descriptors import raise_descriptor_limit
+    from baton.node.engine_launch import LaunchedEngine
+
+    raise_descriptor_limit()  # it has this process's
+    launched = LaunchedEngine(imports_torch=True)
+    try:
+        yield launched
+    finally:
+        launched.abandon()

@@ -14,6 +14,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypedDict, cast
 
@@ -28,6 +29,7 @@ from baton.executor.dummy_weights import draw_weights
 from baton.executor.fingerprint import model_mark
 from baton.executor.gguf_folder import gguf_in
 from baton.executor.kv_pool import LayerSpec
+from baton.executor.light_transformers import without_compiler
 from baton.executor.model_shapes import ModelShape, shape_fields, shape_in, shape_mark
 from baton.executor.model_support import UnsupportedModel, check_config, optional_attribute, text_config
 from baton.executor.paged_attention import ATTENTION_NAME, AttentionContext, LayerDiscovery, register_attention
@@ -89,10 +91,8 @@ def load_model(
         check_config(config)
         check_positions(path, config, context_tokens)
         gguf = gguf_in(path)
-        if gguf is None:
-            model = _read_weights(path, config, number_format)
-        else:
-            model = _read_gguf(gguf, config, number_format, kernels)
+        read = partial(_read_weights, path) if gguf is None else partial(_read_gguf, gguf, kernels=kernels)
+        model = without_compiler(partial(read, config=config, dtype=number_format))
     # What fails from here on is the device's, and may pass: it says nothing of the files.
     model.to(device)  # type: ignore[arg-type]  # it takes what any module takes
     return _describe(model, config, number_format, model_mark(path))

@@ -1,6 +1,6 @@
 """The engine process: drives one Worker and one executor, and talks to the front end over one ZeroMQ socket.
 
-    python -m baton.node.engine        settings come as JSON on standard input
+    python -m baton.node.engine [--import-torch]        settings come as JSON on standard input
 
 The loop takes in what has arrived, plans the next steps, and waits for the next event: a message of the front end, the end
 of a step, a peer's message, a transfer. Steps are collected, peers answered and KV moved on separate threads, which put
@@ -11,6 +11,7 @@ does not drain it, the engine pauses. When standard input closes, the front end 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import secrets
@@ -40,8 +41,9 @@ from baton.executor.scratch_folder import remove_lock_last
 from baton.node.clock import monotonic_us
 from baton.node.constraint_gate import ConstraintGate, GatePassed, GateRefused
 from baton.node.engine_beats import SOCKET_NAME, EngineBeats, LoopProgress
+from baton.node.engine_launch import IMPORT_TORCH
 from baton.node.engine_setup import build_executor, warn_of_small_pool, worker_config
-from baton.node.gc_pauses import freeze_gc
+from baton.node.gc_pauses import freeze_gc, without_gc
 from baton.node.handovers import open_handovers
 from baton.node.inbox import EngineInbox, EventItem, ThreadFailure
 from baton.node.kv_event_publisher import open_kv_events
@@ -63,6 +65,7 @@ from baton.node.starting_share import full_share, lower_share
 from baton.node.stderr_queue import EXIT_S_MAX, drain_stderr, queue_stderr
 from baton.node.step_sizes import StepSizeCounts
 from baton.wire.engine_messages import (
+    QUEUED_MESSAGES_MAX,
     WIRE_VERSION,
     DrainBegun,
     FailedMessage,
@@ -82,8 +85,6 @@ from baton.wire.worker_messages import message_of
 
 log = logging.getLogger("baton.engine")
 
-QUEUED_MESSAGES_MAX = 1000
-"""In each direction. A step is one message, so the engine is at most this many steps ahead of the front end."""
 MESSAGES_A_TURN = 256
 """Messages taken in before the next step is planned."""
 TICK_IN_FLIGHT_US = 20_000
@@ -427,7 +428,18 @@ def main() -> None:
     die_with_parent()  # a stopped front end does not close the pipe
     ignore_dump_signal()
     threading.stack_size(THREAD_STACK_BYTES)
-    settings = decode_settings(sys.stdin.buffer.readline())
+    with without_gc():
+        _main()
+
+
+def _main() -> None:
+    if IMPORT_TORCH in sys.argv:
+        with contextlib.suppress(Exception):  # what is wrong with it is told when the settings are there
+            importlib.import_module("torch")
+    line = sys.stdin.buffer.readline()
+    if not line:
+        sys.exit(EXIT_NO_PARENT)
+    settings = decode_settings(line)
     queue_stderr(settings.log_format)
     handler = logging.StreamHandler()
     handler.setFormatter(formatter_of(settings.log_format))

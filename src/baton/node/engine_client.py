@@ -25,6 +25,7 @@ from baton.core.engine.orders import Accepted, Drain, Submit
 from baton.core.engine.request import Submission
 from baton.core.errors import Refusal, RefusalCode, Refused, SetupError
 from baton.core.start_stage import OnStage, no_stages
+from baton.node.engine_launch import LaunchedEngine
 from baton.node.engine_process import EngineProcess
 from baton.node.phase_history import PhaseHistories, stream_of
 from baton.node.settings import EngineSettings
@@ -74,9 +75,11 @@ class EngineSharer(Protocol):
 
 
 class EngineClient:
-    def __init__(self, settings: EngineSettings, on_stage: OnStage = no_stages) -> None:
+    def __init__(
+        self, settings: EngineSettings, on_stage: OnStage = no_stages, launched: LaunchedEngine | None = None
+    ) -> None:
         self._settings = settings
-        self._process = EngineProcess(settings, self._take, self._die, on_stage)
+        self._process = EngineProcess(settings, self._take, self._die, on_stage, launched)
         self._table = RequestTable()
         self._sharer: EngineSharer | None = None
         self.histories: PhaseHistories | None = None

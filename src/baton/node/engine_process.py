@@ -19,19 +19,19 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from baton.api.engine import EngineDead, NotServing
+from baton.api.engine import NotServing
 from baton.core.engine.progress_watch import LOOK_US, EngineBeat, ProgressWatch
 from baton.core.start_stage import OnStage, no_stages
-from baton.executor.python_command import python_command
 from baton.executor.scratch_folder import ScratchFolder
 from baton.node.clock import monotonic_us
-from baton.node.engine import QUEUED_MESSAGES_MAX
 from baton.node.engine_beats import SOCKET_NAME
+from baton.node.engine_launch import LaunchedEngine
 from baton.node.leftovers import SCRATCH_PREFIX
 from baton.node.process_activity import ProcessActivity
 from baton.node.recording import DUMP_SIGNAL, DUMPED_NAME
 from baton.node.settings import EngineSettings
 from baton.wire.engine_messages import (
+    QUEUED_MESSAGES_MAX,
     FromEngine,
     ReadyMessage,
     StartStage,
@@ -59,7 +59,9 @@ class EngineProcess:
         on_message: Callable[[FromEngine], None],
         on_end: Callable[[NotServing], None],
         on_stage: OnStage = no_stages,
+        launched: LaunchedEngine | None = None,
     ) -> None:
+        """`launched`: the process, where it was started before."""
         self._scratch = ScratchFolder(SCRATCH_PREFIX)  # mode 0700: no other user reaches the socket
         self._folder = self._scratch.path
         self._settings = replace(settings, endpoint=f"ipc://{self._folder}/engine")
@@ -74,7 +76,8 @@ class EngineProcess:
         """Frames for the engine, in order. Unbounded: stops and cancels are never refused."""
         self._progress = ProgressWatch(settings.stall_us)
         self._activity: ProcessActivity | None = None
-        self._process: asyncio.subprocess.Process | None = None
+        self._launched = launched
+        self._process: LaunchedEngine | None = None
         self._beats: _BeatReader | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._is_ready = False
@@ -84,16 +87,11 @@ class EngineProcess:
         self._stopping = False
 
     async def start(self) -> None:
-        """Start the process; its ReadyMessage says when it serves."""
+        """Start the process, or give one that was started its settings; its ReadyMessage says when it serves."""
         self._socket.bind(self._settings.endpoint)
         self._beats = _BeatReader(f"{self._folder}/{SOCKET_NAME}", self._beaten)
-        self._process = process = await asyncio.create_subprocess_exec(
-            *python_command("baton.node.engine"), stdin=asyncio.subprocess.PIPE, start_new_session=True
-        )
-        if process.stdin is None:
-            raise EngineDead("the engine process has no standard input")
-        process.stdin.write(msgspec.json.encode(self._settings) + b"\n")
-        await process.stdin.drain()
+        self._process = process = self._launched or LaunchedEngine()
+        process.give(msgspec.json.encode(self._settings) + b"\n")
         self._activity = ProcessActivity(process.pid)
         works = (self._receive(), self._send_all(), self._watch(process), self._watch_progress(process))
         self._tasks = [asyncio.create_task(work) for work in works]
@@ -177,7 +175,7 @@ class EngineProcess:
         self._progress.beaten(beat, now_us)
         self._spoke(now_us)
 
-    async def _watch_progress(self, process: asyncio.subprocess.Process) -> None:
+    async def _watch_progress(self, process: LaunchedEngine) -> None:
         while (stall := self._progress.look(monotonic_us())) is None:  # noqa: ASYNC110  who is silent tells nobody
             await asyncio.sleep(LOOK_US / 1e6)
         if self._stopping or process.returncode is not None:
@@ -193,7 +191,7 @@ class EngineProcess:
         if process.returncode is None:
             process.kill()  # also ends a process that is stopped
 
-    async def _recorded(self, process: asyncio.subprocess.Process) -> None:
+    async def _recorded(self, process: LaunchedEngine) -> None:
         """Have a stalled engine write its last decisions, if it records them and is not stopped, and wait for that."""
         records = self._settings.flight_recorder or self._settings.record is not None
         if not (records and self._is_ready) or (self._activity is not None and self._activity.is_stopped()):
@@ -206,7 +204,7 @@ class EngineProcess:
         while process.returncode is None and not written.exists() and loop.time() < deadline_s:  # noqa: ASYNC110
             await asyncio.sleep(LOOK_FOR_RECORD_S)  # a file tells nobody
 
-    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+    async def _watch(self, process: LaunchedEngine) -> None:
         code = await process.wait()
         if not self._stopping:
             # A FailedMessage may still be in the socket; its reason says more than the exit status does.
@@ -219,9 +217,8 @@ class EngineProcess:
             self._on_end(NotServing("the front end cannot talk to the engine", f"{type(error).__name__}: {error}"))
 
 
-async def _stop(process: asyncio.subprocess.Process) -> None:
-    if process.stdin is not None:
-        process.stdin.close()
+async def _stop(process: LaunchedEngine) -> None:
+    process.order_exit()
     try:
         await asyncio.wait_for(process.wait(), KILL_AFTER_S)
     except TimeoutError:

@@ -107,6 +107,9 @@ def _on_cpu(
     settings: EngineSettings, folder: Path, proposer: DraftProposer, allocate: Allocate, on_stage: OnStage
 ) -> BuiltExecutor:
     # Imported here because torch takes seconds, and the scripted executor must not pay for it.
+    from baton.executor.light_transformers import import_transformers
+
+    import_transformers()
     from baton.executor.cpu.executor import TorchCpuExecutor
 
     check_memory(settings, folder)

@@ -38,6 +38,7 @@ from baton.node.constraint_workers import ConstraintWorkers
 from baton.node.descriptors import raise_descriptor_limit
 from baton.node.devices import check_device, wants_safetensors
 from baton.node.engine_client import EngineClient
+from baton.node.engine_launch import LaunchedEngine
 from baton.node.gc_pauses import freeze_gc
 from baton.node.http_border import HttpLimits
 from baton.node.http_server import (
@@ -104,8 +105,9 @@ class ServeSettings(InstanceSettings):
         return self.served_model_names or (model_name(self.model),)
 
 
-def serve(settings: ServeSettings, say: Say, stages: StartStages) -> None:
-    """Serve until told to stop. Raises CannotServe where it ends for another reason."""
+def serve(settings: ServeSettings, say: Say, stages: StartStages, launched: LaunchedEngine | None = None) -> None:
+    """Serve until told to stop. Raises CannotServe where it ends for another reason. `launched`: the engine's process, where
+    it waits for its settings already."""
     ignore_dump_signal()
     raise_descriptor_limit()
     if settings.engine.router is not None:
@@ -119,7 +121,7 @@ def serve(settings: ServeSettings, say: Say, stages: StartStages) -> None:
             text_folder, engine = _prepare(settings, scratch, stages)
             block_torch_import()
             with used_model(text_folder):
-                instance = _Instance(settings, api, limits, certificate, engine, say, stages)
+                instance = _Instance(settings, api, limits, certificate, engine, say, stages, launched)
                 uvloop.run(instance.run(listener, text_folder))
     finally:
         listener.close()
@@ -173,6 +175,7 @@ class _Instance:
         engine: EngineSettings,
         say: Say,
         stages: StartStages,
+        launched: LaunchedEngine | None,
     ) -> None:
         self._settings = settings
         self._api = api
@@ -181,12 +184,13 @@ class _Instance:
         self._engine_settings = engine
         self._say = say
         self._stages = stages
+        self._launched = launched
         self._incarnation = time.time_ns()
         self._signals = StopSignals()
 
     async def run(self, listener: socket.socket, text_folder: Path) -> None:
         self._signals.listen()
-        engine = EngineClient(self._engine_settings, self._stages.begin)
+        engine = EngineClient(self._engine_settings, self._stages.begin, self._launched)
         on_dump_signal(engine.order_dump)
         try:
             self._stages.begin("starting the engine")

@@ -31,6 +31,8 @@ _Number = TypeVar("_Number", bound=np.generic)
 _Message = TypeVar("_Message")
 
 WIRE_VERSION = 9
+QUEUED_MESSAGES_MAX = 1000
+"""In each direction. A step is one message, so the engine is at most this many steps ahead of the front end."""
 FRAME_BYTES_MAX = 64 << 20
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.executor.cpu import native_kernels
+from baton.executor.cpu import kernel_build
 from baton.executor.cpu.native_kernels import load_kernels
 
 PLANTED = """
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "module").mkdir()
     (tmp_path / "module" / "kernels.cpp").write_text(SMALL)
-    monkeypatch.setattr(native_kernels, "__file__", str(tmp_path / "module" / "native_kernels.py"))
+    monkeypatch.setattr(kernel_build, "HERE", tmp_path / "module")
     monkeypatch.setenv("BATON_CACHE", str(tmp_path / "cache"))
     assert load_kernels(torch.float32) is not None
     return tmp_path / "cache"

@@ -11,6 +11,7 @@ import torch
 from tests.support.tiny import family_config, save_random
 
 from baton.core.config import BadConfig
+from baton.executor.cpu import kernel_build
 from baton.executor.cpu import native_kernels as native
 from baton.executor.cpu.executor import TorchCpuExecutor
 from baton.executor.cpu.native_attention import NativeAttention, can_serve
@@ -168,7 +169,7 @@ def test_a_failing_compiler_leaves_nothing_behind(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("BATON_CACHE", str(tmp_path))
-    monkeypatch.setattr(native, "FLAGS", ("--no-such-flag",))
+    monkeypatch.setattr(kernel_build, "NATIVE", ("--no-such-flag",))
     assert load_kernels(torch.float32) is None
     assert "the compiler failed" in caplog.text
     assert list((tmp_path / "kernels").iterdir()) == []

@@ -34,6 +34,18 @@ typedef int32_t IVec __attribute__((vector_size(64), aligned(4)));
 typedef uint32_t UVec __attribute__((vector_size(64), aligned(4)));
 typedef uint16_t HVec __attribute__((vector_size(32), aligned(2)));
 
+// Sums of products are kept in the vectors that the machine has: a compiler keeps wider ones in memory, not in registers.
+#if defined(__AVX512F__)
+constexpr int NATIVE = LANES;
+#elif defined(__AVX__)
+constexpr int NATIVE = 8;
+#else
+constexpr int NATIVE = 4;
+#endif
+typedef float Part __attribute__((vector_size(NATIVE * 4), aligned(4)));
+typedef uint32_t UPart __attribute__((vector_size(NATIVE * 4), aligned(4)));
+constexpr int MIXED_PARTS = NATIVE == LANES ? 4 : 2;  // as many as fit into the registers beside each other
+
 const IVec COUNT = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 inline Vec splat(float x) { return Vec{} + x; }
@@ -105,17 +117,17 @@ struct Bf16 {
 #endif
     }
     // acc[i] += a[0] * b[i][0] + a[1] * b[i][1]
-    static Vec multiply_add(Vec acc, const Element* a, const Element* b) {
+    static Part multiply_add(Part acc, const Element* a, const Element* b) {
 #if defined(__AVX512BF16__)
         int32_t pair;
         std::memcpy(&pair, a, 4);
-        return reinterpret_cast<Vec>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(acc),
-                                                      reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair)),
-                                                      reinterpret_cast<__m512bh>(_mm512_loadu_si512(b))));
+        return reinterpret_cast<Part>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(acc),
+                                                       reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair)),
+                                                       reinterpret_cast<__m512bh>(_mm512_loadu_si512(b))));
 #else
-        UVec both = *reinterpret_cast<const UVec*>(b);
-        acc += reinterpret_cast<Vec>(both << 16) * widen(a[0]);
-        return acc + reinterpret_cast<Vec>(both & 0xffff0000u) * widen(a[1]);
+        UPart both = *reinterpret_cast<const UPart*>(b);
+        acc += reinterpret_cast<Part>(both << 16) * widen(a[0]);
+        return acc + reinterpret_cast<Part>(both & 0xffff0000u) * widen(a[1]);
 #endif
     }
 };
@@ -127,7 +139,9 @@ struct F32 {
     static Element narrowed(float x) { return x; }
     static Vec load16(const Element* p) { return load(p); }
     static void store16(Element* p, Vec x) { store(p, x); }
-    static Vec multiply_add(Vec acc, const Element* a, const Element* b) { return acc + load(b) * a[0]; }
+    static Part multiply_add(Part acc, const Element* a, const Element* b) {
+        return acc + *reinterpret_cast<const Part*>(b) * a[0];
+    }
 };
 
 }  // namespace
@@ -233,29 +247,31 @@ namespace {
 // Each operation is a function with worksharing loops, which the threads of a team call together. An entry point makes a team
 // for one operation, or for a whole layer.
 
-// scores[r][j] = Q[r] · K[j] for PANELS × 16 keys
-template <typename T, int ROWS, int PANELS>
+inline Part& part(float* p) { return *reinterpret_cast<Part*>(p); }
+
+// scores[r][j] = Q[r] · K[j] for PARTS × NATIVE keys
+template <typename T, int ROWS, int PARTS>
 inline void score_panel(const typename T::Element* query, int query_stride, const typename T::Element* keys, int dim,
                         int block_size, float* scores, int score_stride) {
-    Vec acc[ROWS][PANELS];
+    Part acc[ROWS][PARTS];
     for (int r = 0; r < ROWS; r++)
-        for (int p = 0; p < PANELS; p++) acc[r][p] = splat(0.0f);
+        for (int p = 0; p < PARTS; p++) acc[r][p] = Part{};
     for (int d = 0; d < dim; d += T::PAIR) {
         const typename T::Element* line = keys + static_cast<int64_t>(d) * block_size;
-        for (int p = 0; p < PANELS; p++)
+        for (int p = 0; p < PARTS; p++)
             for (int r = 0; r < ROWS; r++)
-                acc[r][p] = T::multiply_add(acc[r][p], query + r * query_stride + d, line + p * LANES * T::PAIR);
+                acc[r][p] = T::multiply_add(acc[r][p], query + r * query_stride + d, line + p * NATIVE * T::PAIR);
     }
     for (int r = 0; r < ROWS; r++)
-        for (int p = 0; p < PANELS; p++) store(scores + r * score_stride + p * LANES, acc[r][p]);
+        for (int p = 0; p < PARTS; p++) part(scores + r * score_stride + p * NATIVE) = acc[r][p];
 }
 
-template <typename T, int PANELS>
+template <typename T, int PARTS>
 inline void score_rows(const typename T::Element* query, int rows, const typename T::Element* keys, int dim, int block_size,
                        float* scores, int score_stride) {
     int r = 0;
 #define BATON_SCORE(ROWS) \
-    score_panel<T, ROWS, PANELS>(query + r * dim, dim, keys, dim, block_size, scores + r * stride, score_stride)
+    score_panel<T, ROWS, PARTS>(query + r * dim, dim, keys, dim, block_size, scores + r * stride, score_stride)
     const int64_t stride = score_stride;
     for (; r + 6 <= rows; r += 6) BATON_SCORE(6);
     for (; r + 3 <= rows; r += 3) BATON_SCORE(3);
@@ -267,35 +283,35 @@ template <typename T>
 void score_block(const typename T::Element* query, int rows, const typename T::Element* keys, int dim, int block_size,
                  float* scores, int score_stride) {
     int j = 0;
-    for (; j + 2 * LANES <= block_size; j += 2 * LANES)
+    for (; j + 2 * NATIVE <= block_size; j += 2 * NATIVE)
         score_rows<T, 2>(query, rows, keys + j * T::PAIR, dim, block_size, scores + j, score_stride);
-    for (; j < block_size; j += LANES)
+    for (; j < block_size; j += NATIVE)
         score_rows<T, 1>(query, rows, keys + j * T::PAIR, dim, block_size, scores + j, score_stride);
 }
 
 // out[r] += P[r] · V over the first `keys` keys of a block
-template <typename T, int ROWS, int PANELS>
+template <typename T, int ROWS, int PARTS>
 inline void mix_panel(const typename T::Element* weights, int weight_stride, const typename T::Element* values, int dim,
                       int keys, float* out, int out_stride) {
-    Vec acc[ROWS][PANELS];
+    Part acc[ROWS][PARTS];
     for (int r = 0; r < ROWS; r++)
-        for (int p = 0; p < PANELS; p++) acc[r][p] = load(out + r * out_stride + p * LANES);
+        for (int p = 0; p < PARTS; p++) acc[r][p] = part(out + r * out_stride + p * NATIVE);
     for (int j = 0; j < keys; j += T::PAIR) {
         const typename T::Element* line = values + static_cast<int64_t>(j) * dim;
-        for (int p = 0; p < PANELS; p++)
+        for (int p = 0; p < PARTS; p++)
             for (int r = 0; r < ROWS; r++)
-                acc[r][p] = T::multiply_add(acc[r][p], weights + r * weight_stride + j, line + p * LANES * T::PAIR);
+                acc[r][p] = T::multiply_add(acc[r][p], weights + r * weight_stride + j, line + p * NATIVE * T::PAIR);
     }
     for (int r = 0; r < ROWS; r++)
-        for (int p = 0; p < PANELS; p++) store(out + r * out_stride + p * LANES, acc[r][p]);
+        for (int p = 0; p < PARTS; p++) part(out + r * out_stride + p * NATIVE) = acc[r][p];
 }
 
-template <typename T, int PANELS>
+template <typename T, int PARTS>
 inline void mix_rows(const typename T::Element* weights, int weight_stride, int rows, const typename T::Element* values,
                      int dim, int keys, float* out, int out_stride) {
     int r = 0;
 #define BATON_MIX(ROWS) \
-    mix_panel<T, ROWS, PANELS>(weights + r * weight_stride, weight_stride, values, dim, keys, out + r * out_stride, out_stride)
+    mix_panel<T, ROWS, PARTS>(weights + r * weight_stride, weight_stride, values, dim, keys, out + r * out_stride, out_stride)
     for (; r + 4 <= rows; r += 4) BATON_MIX(4);
     for (; r + 3 <= rows; r += 3) BATON_MIX(3);
     for (; r < rows; r++) BATON_MIX(1);
@@ -306,9 +322,9 @@ template <typename T>
 void mix_block(const typename T::Element* weights, int weight_stride, int rows, const typename T::Element* values, int dim,
                int keys, float* out) {
     int d = 0;
-    for (; d + 4 * LANES <= dim; d += 4 * LANES)
-        mix_rows<T, 4>(weights, weight_stride, rows, values + d * T::PAIR, dim, keys, out + d, dim);
-    for (; d < dim; d += LANES) mix_rows<T, 1>(weights, weight_stride, rows, values + d * T::PAIR, dim, keys, out + d, dim);
+    for (; d + MIXED_PARTS * NATIVE <= dim; d += MIXED_PARTS * NATIVE)
+        mix_rows<T, MIXED_PARTS>(weights, weight_stride, rows, values + d * T::PAIR, dim, keys, out + d, dim);
+    for (; d < dim; d += NATIVE) mix_rows<T, 1>(weights, weight_stride, rows, values + d * T::PAIR, dim, keys, out + d, dim);
 }
 
 // The working memory of one thread.

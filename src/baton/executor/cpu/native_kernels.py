@@ -1,9 +1,10 @@
-"""Compiles `kernels.cpp` for this machine at first use and calls it through ctypes.
+"""Loads the kernels of this folder and calls them through ctypes.
 
-The library is cached under a hash of source, flags, compiler and CPU, so a change of any compiles a new one. It is made in a
-temporary folder and renamed, so two processes may compile at once. Where another user may have written to the cache, or the
-cache cannot be written, it is compiled into a private folder at every start. It is linked to `libgomp.so.1`, which torch has
-already loaded: both share one pool of threads. Without a compiler there are no kernels, and callers use torch instead.
+A wheel for x86-64 has them built in variants, of which this CPU's best is taken if the wheel's sources are still those it
+was built of. Else they are compiled for this machine at first use. That library is cached under a hash of sources, flags,
+compiler and CPU, so a change of any compiles a new one. It is made in a temporary folder and renamed, so two processes may
+compile at once. Where another user may have written to the cache, or the cache cannot be written, it is compiled into a
+private folder at every start. Without either there are no kernels, and callers use torch instead.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ import torch
 
 from baton.core.start_stage import OnStage, no_stages
 from baton.executor.cache_folder import KERNELS, MAKING, private_cache
+from baton.executor.cpu import kernel_build
 from baton.executor.private_files import UnsafeFile, check_file
 from baton.executor.scratch_folder import scratch_folder
 
 log = logging.getLogger(__name__)
 
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-fno-strict-aliasing")
-COMPILE_S_MAX = 300
+X86_64 = ("x86_64", "AMD64")
+OPENMP = "libgomp"
 LANES = 16
 TILE_KEYS = 128
 PANEL = 32
@@ -373,6 +375,31 @@ def load_kernels(dtype: torch.dtype, on_stage: OnStage = no_stages) -> NativeKer
     if dtype not in SUFFIXES:
         log.info("no native kernels for %s", dtype)
         return None
+    library = _prebuilt_library() or _compiled_library(on_stage)
+    return None if library is None else NativeKernels(library, dtype)
+
+
+def _prebuilt_library() -> ctypes.CDLL | None:
+    """The variant for this CPU, where the package came with kernels built of its sources."""
+    folder = kernel_build.HERE / kernel_build.PREBUILT
+    digest = folder / kernel_build.DIGEST_NAME
+    if platform.machine() not in X86_64 or not digest.exists():
+        return None
+    if digest.read_text(encoding="utf-8").strip() != kernel_build.source_digest():
+        log.info("the kernels that are built in %s are of other sources", folder)
+        return None
+    variant = kernel_build.best_variant(kernel_build.cpu_features(_cpuinfo()))
+    try:
+        library = _opened(folder / f"{variant.name}.so")
+    except OSError as reason:
+        log.warning("the kernels that are built in %s cannot be loaded: %s", folder, reason)
+        return None
+    log.info("native kernels: built for %s", variant.name)
+    return library
+
+
+def _compiled_library(on_stage: OnStage) -> ctypes.CDLL | None:
+    """Compiled for this machine, now or before; None, with the reason logged, where that cannot be."""
     compiler = shutil.which("g++")
     if compiler is None:
         log.warning(
@@ -380,65 +407,75 @@ def load_kernels(dtype: torch.dtype, on_stage: OnStage = no_stages) -> NativeKer
             "install g++ (Debian: apt install g++) and start again"
         )
         return None
-    return _library(compiler, dtype, on_stage)
+    try:
+        return _library(compiler, on_stage)
+    except (OSError, subprocess.TimeoutExpired) as reason:
+        log.warning("no native kernels: %s", reason)
+    except kernel_build.CompilerFailed as reason:
+        log.warning("no native kernels: the compiler failed: %s", reason)
+    return None
 
 
-def _library(compiler: str, dtype: torch.dtype, on_stage: OnStage) -> NativeKernels | None:
-    source = Path(__file__).with_name("kernels.cpp")
+def _library(compiler: str, on_stage: OnStage) -> ctypes.CDLL:
     try:
         folder = private_cache(KERNELS)
-        target = folder / f"{_key(source, compiler)}.so"
+        target = folder / f"{_key(compiler)}.so"
         if os.path.lexists(target):
             check_file(target)
-            return _loaded(target, dtype)
+            return _opened(target)
         on_stage("compiling the CPU kernels (once for this machine, some tens of seconds)")
         with scratch_folder(MAKING, folder) as scratch:
-            made = _compiled(compiler, source, scratch.path)
-            return None if made is None else _loaded(made.replace(target), dtype)
+            return _opened(_compiled(compiler, scratch.path).replace(target))
     except UnsafeFile as danger:
         log.warning("native kernels are not kept, but compiled at every start: %s", danger)
     except OSError as reason:
         log.warning("native kernels are not kept, but compiled at every start: %s", reason)
     with scratch_folder("baton-kernels-") as scratch:
-        made = _compiled(compiler, source, scratch.path)
-        return None if made is None else _loaded(made, dtype)
+        return _opened(_compiled(compiler, scratch.path))
 
 
-def _loaded(path: Path, dtype: torch.dtype) -> NativeKernels:
-    return NativeKernels(ctypes.CDLL(str(path)), dtype)
+def _opened(path: Path) -> ctypes.CDLL:
+    """The kernels take their OpenMP functions from the library that torch has loaded: both share one pool of threads."""
+    ctypes.CDLL(_openmp(), mode=ctypes.RTLD_GLOBAL)
+    return ctypes.CDLL(str(path))
 
 
-def _compiled(compiler: str, source: Path, folder: Path) -> Path | None:
-    """The library in a folder that nobody else writes; None, with the reason logged, where it cannot be compiled."""
+def _openmp() -> str:
+    """Of this process; wheels of torch bring one, whose name may have a hash in it."""
+    try:
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        maps = []
+    paths = [line.split(maxsplit=5)[-1] for line in maps if OPENMP in line]
+    return paths[0] if paths else f"{OPENMP}.so.1"
+
+
+def _compiled(compiler: str, folder: Path) -> Path:
+    """The library for this machine, in a folder that nobody else writes."""
     made = folder / "kernels.so"
     began = time.monotonic()
-    try:
-        command = [compiler, *FLAGS, "-o", str(made), str(source)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S_MAX, check=False)
-    except (OSError, subprocess.TimeoutExpired) as reason:
-        log.warning("no native kernels: %s", reason)
-        return None
-    if done.returncode != 0:
-        log.warning("no native kernels: the compiler failed: %s", done.stderr.strip()[-800:])
-        return None
+    kernel_build.build(compiler, kernel_build.NATIVE, made)
     made.chmod(0o700)
     log.info("compiled native kernels in %.1f s", time.monotonic() - began)
     return made
 
 
-def _key(source: Path, compiler: str) -> str:
+def _key(compiler: str) -> str:
     version = subprocess.run([compiler, "-dumpfullversion"], capture_output=True, text=True, timeout=10, check=False).stdout
     digest = hashlib.blake2b(digest_size=12)
-    included = [header.read_text() for header in sorted(source.parent.glob("*.h"))]
-    for part in (source.read_text(), *included, " ".join(FLAGS), version, _cpu()):
+    for part in (kernel_build.source_digest(), " ".join(kernel_build.NATIVE), version, _cpu()):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()
 
 
 def _cpu() -> str:
     """The CPU's name and features, which `-march=native` depends on."""
+    lines = _cpuinfo().splitlines()
+    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
+
+
+def _cpuinfo() -> str:
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return platform.processor()
-    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
