@@ -12,8 +12,8 @@ import pytest
 from baton.api.chat_responses import ChatWriter
 from baton.api.engine import StreamEnd, TokenBurst
 from baton.api.model_text import ModelText
-from baton.api.parsers.choosing import ReasoningParserChoice, ToolParserChoice
-from baton.api.parsers.hermes import HermesParser
+from baton.api.parsers.choosing import TOOL_PARSERS, ReasoningParserChoice, ToolParserChoice
+from baton.api.parsers.parts import WholeAnswerParts
 from baton.api.responses import ResponseHeader, call_id
 from baton.api.settings import ApiSettings
 from baton.api.stream_resume import NumberedEvents, StreamPosition, StreamPositions, fresh_marks
@@ -22,6 +22,7 @@ from baton.core.engine.request import FinishReason
 from tests.api.compiler import GrammarsOnly
 from tests.api.conftest import Served, serving
 from tests.api.engine import ScriptedEngine
+from tests.api.parsers.calls import CALLS, TOOLS
 from tests.api.tokenizers_made_here import byte_level
 
 TEMPLATE = (
@@ -38,6 +39,7 @@ ANSWER = (
     '<tool_call>\n{"name": "look_up", "arguments": {}}\n</tool_call>'
 )
 HI = [{"role": "user", "content": "hi"}]
+FAMILIES = pytest.mark.parametrize("family", TOOL_PARSERS, ids=lambda family: family.value)
 
 
 @pytest.fixture(scope="module")
@@ -280,12 +282,17 @@ def test_tokens_of_a_call_behind_reasoning_are_not_counted_as_reasoning(engine: 
     assert usage["completion_tokens_details"] == {"reasoning_tokens": len(text.encode("<think>so</think>"))}
 
 
-def test_a_stream_that_is_resumed_after_any_token_has_the_same_calls(text: ModelText) -> None:
-    ids = tuple(text.encode(ANSWER))
+def reader_of_calls(text: ModelText, family: ToolParserChoice) -> ChoiceReader:
+    return ChoiceReader(0, text.detokenizer(), None, text.eos_ids, parser=TOOL_PARSERS[family].make(TOOLS))
+
+
+@FAMILIES
+def test_a_stream_that_is_resumed_after_any_token_has_the_same_calls(text: ModelText, family: ToolParserChoice) -> None:
+    ids = tuple(text.encode(CALLS[family.value], parse_special=False))
     header = ResponseHeader("chatcmpl-1", 0, "tiny", False, False, [(1,)], 1)
 
     def events(marks: StreamPositions) -> list[Any]:
-        reader = ChoiceReader(0, text.detokenizer(), None, text.eos_ids, parser=HermesParser(("look_up",)))
+        reader = reader_of_calls(text, family)
         writer = NumberedEvents(ChatWriter(header, text.piece, False), marks)
         found = []
         for place, token in enumerate(ids):
@@ -301,17 +308,18 @@ def test_a_stream_that_is_resumed_after_any_token_has_the_same_calls(text: Model
     assert whole[-1]["finish_reason"] == "tool_calls"
 
 
-def test_an_answer_that_is_continued_after_any_token_has_the_calls_that_the_client_lacks(text: ModelText) -> None:
-    ids = tuple(text.encode(ANSWER))
-
-    def reader() -> ChoiceReader:
-        return ChoiceReader(0, text.detokenizer(), None, text.eos_ids, parser=HermesParser(("look_up",)))
-
-    for had in range(0, len(ids), 7):
-        first, second = reader(), reader()
+@FAMILIES
+def test_an_answer_that_is_continued_after_any_token_has_the_calls_that_the_client_lacks(
+    text: ModelText, family: ToolParserChoice
+) -> None:
+    ids = tuple(text.encode(CALLS[family.value], parse_special=False))
+    for had in range(len(ids)):
+        first, second = reader_of_calls(text, family), reader_of_calls(text, family)
         begun = list(first.read(TokenBurst(ids[:had], (), None)).parts or ())
         second.continue_after(ids[:had], None)
         rest = second.read(TokenBurst(ids[had:], (), StreamEnd(FinishReason.STOP, 0)))
         assert rest.parts == first.read(TokenBurst(ids[had:], (), StreamEnd(FinishReason.STOP, 0))).parts
         assert rest.has_calls
-        assert had == 0 or begun != rest.parts
+        shown = WholeAnswerParts([*begun, *(rest.parts or ())])
+        assert [call.name for call in shown.calls] == ["look_up", "add"]
+        assert [json.loads(call.arguments) for call in shown.calls] == [{"city": "Paris"}, {"a": 1}]
