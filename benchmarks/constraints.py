@@ -3,14 +3,15 @@
 Each backend gets the schemas twice: as Baton's gate rewrites them, and as they are. A child process does the work, and is
 started again behind a schema that crashed it or took too long. Random answers are written with llguidance behind the gate
 only: that is what is served, and judged. A wrong accept, a matcher that gives up, an answer that ended and is not valid, a
-crash or a time-out is a failure; of a file of schemas, so are fewer than 90 % accepted or fewer than 95 % of their answers
-ended.
+crash or a time-out is a failure, and so are a refusal that names no keyword and masks of more than 1 ms at the 99th
+percentile; of a file of schemas, so are fewer than 90 % accepted or fewer than 95 % of their answers ended.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ import typer
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from baton.api.constraints.schema_reader import REFUSED, RESTRICTING
 from benchmarks.bfcl import BfclCounts, bfcl_counts, show_bfcl
 from benchmarks.options import JsonIfGiven
 from benchmarks.runner import (
@@ -47,6 +49,10 @@ SERVED = SIDES[0]
 ACCEPTED_MIN = 0.9
 FINISHED_MIN = 0.95
 """Of accepted schemas."""
+MASK_US_MAX = 1_000
+"""At the 99th percentile."""
+QUOTED = re.compile(r"'([^']+)'")
+KEYWORDS = RESTRICTING | {*REFUSED, "dependentRequired"}
 BACKEND_NAMES = ("llguidance", "xgrammar")
 
 Row = dict[str, Any]
@@ -60,6 +66,8 @@ class BackendCounts(msgspec.Struct, frozen=True):
     accepted: int
     refused: dict[str, int]
     """By the gate or the backend, reason → schemas."""
+    unnamed: list[str]
+    """Schemas whose refusal names no keyword, each with the reason."""
     crashed: list[str]
     timed_out: list[str]
     valid: int
@@ -254,6 +262,11 @@ def counted(backend: str, gate: str, rows: Sequence[Row], results: Sequence[Row]
         count=len(rows),
         accepted=len(done),
         refused=dict(Counter(reason for reason in reasons if reason).most_common()),
+        unnamed=[
+            f"{row['name']}: {reason}"
+            for row, reason in zip(rows, reasons, strict=True)
+            if reason and not KEYWORDS.intersection(QUOTED.findall(reason))
+        ],
         crashed=[row["name"] for row, result in named if "crashed" in result],
         timed_out=[row["name"] for row, result in named if "timed_out" in result],
         valid=sum(result["valid"] for result in done),
@@ -281,8 +294,11 @@ def judged(side: BackendCounts, has_floors: bool) -> list[str]:
         f"matchers that gave up ({', '.join(side.schemas_with_failed)})": side.failed,
         f"answers that ended and are not valid ({', '.join(side.finished_invalid)})": len(side.finished_invalid),
         "crashes and time-outs": len(side.crashed) + len(side.timed_out),
+        f"refusals that name no keyword ({', '.join(side.unnamed)})": len(side.unnamed),
     }
     found = [f"{count} {what}" for what, count in counts.items() if count]
+    if side.mask_us[1] > MASK_US_MAX:
+        found.append(f"a mask takes {side.mask_us[1]:,.0f} µs at the 99th percentile, more than {MASK_US_MAX:,}")
     if has_floors and side.accepted < ACCEPTED_MIN * side.count:
         found.append(f"{side.accepted} of {side.count} schemas accepted, fewer than {ACCEPTED_MIN:.0%}")
     if has_floors and side.finished < FINISHED_MIN * side.accepted:
