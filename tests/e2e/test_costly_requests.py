@@ -154,7 +154,7 @@ def test_hostile_schemas_leave_others_their_turn() -> None:
 
 
 def test_long_answers_under_patterns_that_grow_leave_others_their_turn() -> None:
-    """Such patterns are accepted: their automata are built while an answer is written. A letter that they need never comes."""
+    """Such patterns are accepted: their automata are built while an answer is written. One letter of each never comes."""
     endless = {"exponential automaton": "c", "catastrophic regex": "b", "exponential pattern in a schema": "c"}
     bodies: list[dict[str, object]] = [
         {"prompt": "hi", "max_tokens": LONG_TOKENS, "bad_words": [letter], "seed": number, **KINDS[kind](number)}
