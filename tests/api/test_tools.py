@@ -222,9 +222,47 @@ def test_ids_are_as_the_family_wants_them_and_differ_between_requests() -> None:
     assert made(1, False) != made(2, False)
 
 
-def test_a_stop_string_inside_a_call_is_a_stop(served: Served) -> None:
-    choice = served.chat(tools=[LOOK_UP], stop="Paris").json()["choices"][0]
-    assert choice["finish_reason"] == "stop"
+def streamed_message(events: list[Any]) -> tuple[str, str, list[str], str]:
+    """Reasoning, content, arguments of each call, and the reason for the end."""
+    choices = [event["choices"][0] for event in events if event != "[DONE]"]
+    deltas = [choice["delta"] for choice in choices]
+    arguments: list[str] = []
+    for call in (call for delta in deltas for call in delta.get("tool_calls") or []):
+        arguments += [""] if "id" in call else []
+        arguments[call["index"]] += call["function"].get("arguments") or ""
+    reasoning, content = ("".join(delta.get(name) or "" for delta in deltas) for name in ("reasoning_content", "content"))
+    return reasoning, content, arguments, choices[-1]["finish_reason"]
+
+
+def whole_message(choice: Any) -> tuple[str, str, list[str], str]:
+    message = choice["message"]
+    arguments = [call["function"]["arguments"] for call in message.get("tool_calls") or []]
+    return message.get("reasoning_content") or "", message["content"] or "", arguments, choice["finish_reason"]
+
+
+@pytest.mark.parametrize("burst", [1, 3, 1000])
+def test_a_stop_string_inside_a_call_ends_its_arguments_before_the_match(
+    served: Served, engine: ScriptedEngine, burst: int
+) -> None:
+    engine.burst_tokens = burst
+    asked = {"tools": [LOOK_UP], "stop": "aris"}
+    expected = ("", "Let me see.", ['{"city": "P'], "stop")
+    assert whole_message(served.chat(**asked).json()["choices"][0]) == expected
+    assert streamed_message(served.chat(**asked, stream=True).events()) == expected
+
+
+@pytest.mark.parametrize("burst", [1, 3, 1000])
+def test_a_stop_string_inside_reasoning_ends_it_before_the_match(
+    engine: ScriptedEngine, text: ModelText, burst: int
+) -> None:
+    engine.script = lambda _: [*text.encode(f"<think>\nIn Paris, so é</think>\n\nYes.{ANSWER}"), min(text.eos_ids)]
+    engine.burst_tokens = burst
+    thinking = ApiSettings(served_model_names=("tiny",), reasoning_parser=ReasoningParserChoice.THINK)
+    asked = {"tools": [LOOK_UP], "stop": ["aris, s"]}
+    with serving(engine, text, thinking) as running:
+        found = whole_message(running.chat(**asked).json()["choices"][0])
+        streamed = streamed_message(running.chat(**asked, stream=True).events())
+    assert found == streamed == ("In P", "", [], "stop")
 
 
 def test_a_call_that_constrained_content_spells_is_no_call(engine: ScriptedEngine, text: ModelText) -> None:
