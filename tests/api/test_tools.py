@@ -279,6 +279,28 @@ def test_a_call_that_constrained_content_spells_is_no_call(engine: ScriptedEngin
     assert free["finish_reason"] == "tool_calls", "without a constraint it may be one"
 
 
+def test_with_pythonic_a_forced_call_is_written_as_json_and_what_else_is_asked_of_calls_is_refused(
+    engine: ScriptedEngine, text: ModelText
+) -> None:
+    engine.script = lambda _: [*text.encode('{"name": "look_up", "parameters": {"city": "Rome"}}'), min(text.eos_ids)]
+    settings = ApiSettings(served_model_names=("tiny",), tool_parser=ToolParserChoice.PYTHONIC)
+    strict = json.loads(json.dumps(LOOK_UP))
+    strict["function"]["strict"] = True
+    with serving(engine, text, settings, compiler=GrammarsOnly()) as running:
+        for choice in ("required", {"type": "function", "function": {"name": "look_up"}}):
+            answer = running.chat(tools=[strict], tool_choice=choice, parallel_tool_calls=False).json()["choices"][0]
+            (call,) = answer["message"]["tool_calls"]
+            assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("look_up", {"city": "Rome"})
+            assert answer["finish_reason"] == "tool_calls"
+        for asked in (
+            {"tools": [strict]},
+            {"tools": [LOOK_UP], "parallel_tool_calls": False},
+            {"tools": [LOOK_UP], "response_format": {"type": "json_object"}},
+        ):
+            reply = running.chat(**asked)
+            assert (reply.status, "pythonic" in reply.error["message"]) == (400, True), asked
+
+
 def test_reasoning_is_sent_apart(engine: ScriptedEngine, text: ModelText) -> None:
     engine.script = lambda _: [*text.encode("<think>\nhm\n</think>\n\nYes."), min(text.eos_ids)]
     thinking = ApiSettings(served_model_names=("tiny",), reasoning_parser=ReasoningParserChoice.THINK)
