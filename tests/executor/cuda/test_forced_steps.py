@@ -64,7 +64,7 @@ def asked() -> list[Answer]:
     ]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def wanted() -> list[list[int]]:
     """One token a step, on the CPU."""
     thread, constraints = ThreadPoolExecutor(max_workers=1), CompiledConstraints([RunsBackend()])
@@ -108,4 +108,122 @@ def test_forced_tokens_take_fewer_steps_and_are_the_same(wanted: list[list[int]]
     assert len(drawn.outputs) - sum(drawn.bursts[:before]) > 2 * (len(drawn.bursts) - before), "after its restart too"
     for answer in (free, next_one):
         assert max(answer.bursts) <= burst, "nothing is forced without a constraint, also in a slot that had one"
-    assert max(drawn.bursts) == 7, "five that are forced behind the first, and one that is free" 
+    assert drawn.bursts[:5] == [1, 1, 6, 1, 6], "a free one; the first that is forced; the five behind it and a free one"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_without_a_device")
+def test_a_row_that_sits_out_keeps_what_is_forced_for_it(monkeypatch: pytest.MonkeyPatch, wanted: list[list[int]]) -> None:
+    turns = 0
+
+    def late(self: SlotMatchers, slots: Int32s, patient: Bools, **_: object) -> Bools:
+        """Every third time."""
+        nonlocal turns
+        turns += 1
+        return self.held[slots] & patient & (turns % 3 == 0)
+
+    monkeypatch.setattr(SlotMatchers, "late", late)
+    executor = on_device()
+    by_hand = StepsByHand(executor)
+    drawn, free, greedy, _ = asked()
+    by_hand.begin(drawn, free, greedy)
+    by_hand.decode(6)
+    by_hand.drain()
+    executor.close()
+    assert_begins([drawn, free, greedy], wanted[:3])
+    assert sum(int((result.outcomes == RowOutcome.SAT_OUT).sum()) for result in by_hand.results) >= 2
+    assert len(drawn.outputs) > 2 * len(drawn.bursts)
+    assert set(free.bursts) == {1}, "it waits for nobody"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_without_a_device")
+def test_a_batch_without_constraints_runs_as_if_nothing_could_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[str] = []
+    decode = ModelRunner.decode
+
+    def noted(runner: ModelRunner, sequences: int) -> LogitRows:
+        taken.append(f"{type(runner).__name__} {sequences} × {runner.queries}")
+        return decode(runner, sequences)
+
+    monkeypatch.setattr(ModelRunner, "decode", noted)
+    executor = on_device()
+    by_hand = StepsByHand(executor)
+    _, free, _, other = asked()
+    by_hand.begin(free, other)
+    by_hand.decode(2)
+    by_hand.drain()
+    executor.close()
+    assert taken == ["ModelRunner 2 × 1"] * 2
+
+
+PLANNED = 10
+
+
+def drafts_of(sequence: list[int], plan: tuple[int, list[int]] | None, room: int, others: list[int]) -> list[int]:
+    """What the kernel proposes for one slot."""
+    most = 4
+
+    def ints(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    tokens = torch.full((2, 24), -7, dtype=torch.int32)
+    tokens[1, : len(sequence)] = ints(*sequence)
+    plans = torch.zeros((2, 2 + PLANNED), dtype=torch.int32)
+    if plan is not None:
+        plans[1, : 2 + len(plan[1])] = ints(plan[0], len(plan[1]), *plan[1])
+    drafts, counts = torch.full((most,), -1, dtype=torch.int32), ints(-1)
+    other = ints(*others, *[0] * (2 - len(others)))
+    propose_forced[(1,)](
+        ints(1), tokens, ints(1, len(sequence)), plans, ints(plan is not None), ints(room), other, ints(len(others)), drafts,
+        counts, tokens.stride(0), plans.stride(0), PLANNED=triton.next_power_of_2(PLANNED), OTHERS=2, DRAFTS=most,
+        DRAFTS_PADDED=triton.next_power_of_2(most), num_warps=1,
+    )  # fmt: skip
+    count = int(counts[0])
+    assert drafts[count:].tolist() == [0] * (most - count)
+    return drafts[:count].tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_drafts_are_what_is_left_of_a_plan_that_came_true_so_far(data: st.DataObject) -> None:
+    sequence = data.draw(st.lists(st.integers(1, 2), min_size=1, max_size=12))
+    others = data.draw(st.lists(st.integers(3, 4), max_size=2))
+    room = data.draw(st.integers(0, 4))
+    planned = data.draw(st.lists(st.integers(1, 2), min_size=1, max_size=PLANNED))
+    base = data.draw(st.integers(0, len(sequence) + 1))
+    since = sequence[base:]
+    left = planned[len(since) :] if base <= len(sequence) and planned[: len(since)] == since else []
+    assert drafts_of(sequence, (base, planned), room, others) == (left or others)[:room]
+    assert drafts_of(sequence, None, room, others) == others[:room]
+
+
+@pytest.mark.usefixtures("_without_a_device")
+def test_rows_are_given_out_until_there_are_no_more() -> None:
+    forced = ForcedTokens(replace(SHAPE, burst=2), CPU)
+    layout = forced.lay_out(np.array([0, 7, 3, 1, 7], np.int32), rows_max=19)
+    assert layout.rooms.tolist() == [1, 7, 3, 1, 1], (
+        "eight of nineteen rows are left for forced tokens, and one is of nobody"
+    )
+    assert layout.first_rows.tolist() == [0, 2, 10, 14, 16]
+    assert layout.cells.tolist() == [0, 1, *range(8, 16), *range(16, 20), 24, 25, 32, 33]
+
+
+@pytest.mark.usefixtures("_without_a_device")
+def test_a_plan_is_of_one_request() -> None:
+    forced, slots = ForcedTokens(SHAPE, CPU), np.array([0, 1, 4], dtype=np.int32)
+    forced.send([ForcedPlan(0, 9, [5, 6, 7], 2), ForcedPlan(1, 3, [8], 0)])
+    assert forced.left(slots).tolist() == [2, 0, 0]
+    assert forced.plans[0, :5].tolist() == [9, 3, 5, 6, 7]
+    forced.send([ForcedPlan(0, 12, list(range(40)), 39)])
+    assert forced.left(slots).tolist() == [7, 0, 0], "as many as a decode may have drafts"
+    assert forced.plans[0, :2].tolist() == [12, forced.tokens_max]
+    forced.start(0)
+    assert forced.left(slots).tolist() == [0, 0, 0]
+
+
+def test_steps_are_captured_for_numbers_of_rows() -> None:
+    assert rows_most(SHAPE) == 4 * 8
+    assert rows_most(replace(SHAPE, slots=256)) == 256 + 128, "no more than cost little beside reading weights"
+    assert row_sizes(32) == [8, 16, 32]
+    assert mixed_row_sizes(128, 384) == [MixedSize(tokens, rows) for tokens in (64, 128) for rows in (64, 384)]

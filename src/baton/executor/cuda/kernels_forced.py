@@ -51,17 +51,17 @@ def propose_forced(
     since = (lane < at) & (lane < length)
     said = tl.load(plan + PLAN_HEAD + lane, mask=since, other=0)
     came = tl.load(tokens + slot * tokens_stride + base + lane, mask=since, other=0)
-    differs = tl.sum((since & (said != came)).to(tl.int32), 0)
-    holds = has_plan & (at >= 0) & (at < length) & (differs == 0)
+    differs = tl.sum(tl.where(said != came, 1, 0), 0)
+    left = tl.where((at >= 0) & (differs == 0), tl.maximum(length - at, 0), 0)
     draft_lane = tl.arange(0, DRAFTS_PADDED)
-    forced = tl.load(plan + PLAN_HEAD + at + draft_lane, mask=holds & (at + draft_lane < length), other=0)
-    number = tl.where(holds, length - at, 0)
+    draft = tl.load(plan + PLAN_HEAD + at + draft_lane, mask=draft_lane < left, other=0)
+    number = left
     if OTHERS > 0:
-        number = tl.where(holds, number, tl.load(other_counts + row))
         other = tl.load(others + row * OTHERS + draft_lane, mask=draft_lane < OTHERS, other=0)
-        forced = tl.where(holds, forced, other)
+        draft = tl.where(left > 0, draft, other)
+        number = tl.where(left > 0, left, tl.load(other_counts + row))
     number = tl.minimum(tl.minimum(number, room), DRAFTS)
-    tl.store(drafts + row * DRAFTS + draft_lane, tl.where(draft_lane < number, forced, 0), mask=draft_lane < DRAFTS)
+    tl.store(drafts + row * DRAFTS + draft_lane, tl.where(draft_lane < number, draft, 0), mask=draft_lane < DRAFTS)
     tl.store(counts + row, number)
 
 
