@@ -31,7 +31,7 @@ def asked() -> list[Answer]:
     """Every other one is constrained."""
     answers = []
     for slot in range(SLOTS):
-        constraint = runs(slot, VOCABULARY, 3 + slot) if slot % 2 else None
+        constraint = runs(slot, VOCABULARY, 5 + slot) if slot % 2 else None
         wish = Sampling(seed=slot, constraint=constraint, **CUTS[slot // 2 % len(CUTS)])  # type: ignore[arg-type]
         answers.append(Answer(slot, [slot + 1, 7, slot + 1, 7, slot + 1], 64, wish))
     return answers

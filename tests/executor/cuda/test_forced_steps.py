@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-triton = pytest.importorskip("triton", reason="kernels need Triton, which is not installed here")
+pytest.importorskip("triton", reason="kernels need Triton, which is not installed here")
 
+import triton
 from tests.support.forced_runs import BLOCKS, Answer, RunsBackend, StepsByHand, runs, undisturbed
 from tests.support.no_device import pretend_a_device
 
@@ -23,7 +24,7 @@ from baton.executor.constraints.slot_matchers import Bools, SlotMatchers
 from baton.executor.contract import Executor, ExecutorShape
 from baton.executor.cpu.executor import TorchCpuExecutor
 from baton.executor.cuda.chunks import MixedSize
-from baton.executor.cuda.drafted_runner import DraftedRunner, mixed_row_sizes, row_sizes, rows_most
+from baton.executor.cuda.drafted_runner import mixed_row_sizes, row_sizes, rows_most
 from baton.executor.cuda.executor import TorchCudaExecutor
 from baton.executor.cuda.forced_tokens import ForcedPlan, ForcedTokens
 from baton.executor.cuda.kernels_forced import propose_forced
@@ -75,9 +76,9 @@ def wanted() -> list[list[int]]:
     return found
 
 
-def on_device(shape: ExecutorShape = SHAPE) -> Executor:
+def on_device(shape: ExecutorShape = SHAPE, *, invariant: bool = True) -> Executor:
     return TorchCudaExecutor.of(
-        load_shape(MODEL, "float32"), shape, step_tokens=64, proposer=PROPOSER, batch_invariant=True,
+        load_shape(MODEL, "float32"), shape, step_tokens=64, proposer=PROPOSER, batch_invariant=invariant,
         backends=lambda _: [RunsBackend()],
     )  # fmt: skip
 
@@ -88,9 +89,13 @@ def assert_begins(answers: list[Answer], wanted: list[list[int]]) -> None:
 
 
 @pytest.mark.usefixtures("_without_a_device")
-@pytest.mark.parametrize("burst", [1, pytest.param(3, marks=pytest.mark.slow)], ids=["without n-grams", "with n-grams"])
-def test_forced_tokens_take_fewer_steps_and_are_the_same(wanted: list[list[int]], burst: int) -> None:
-    executor = on_device(replace(SHAPE, burst=burst))
+@pytest.mark.parametrize(
+    ("burst", "invariant"),
+    [(1, True), pytest.param(3, True, marks=pytest.mark.slow), pytest.param(1, False, marks=pytest.mark.slow)],
+    ids=["alone", "and n-grams", "not batch-invariant"],
+)
+def test_forced_tokens_take_fewer_steps_and_are_the_same(wanted: list[list[int]], burst: int, invariant: bool) -> None:
+    executor = on_device(replace(SHAPE, burst=burst), invariant=invariant)
     by_hand = StepsByHand(executor)
     drawn, free, greedy, next_one = asked()
     by_hand.begin(drawn, free, greedy)
@@ -134,6 +139,27 @@ def test_a_row_that_sits_out_keeps_what_is_forced_for_it(monkeypatch: pytest.Mon
     assert sum(int((result.outcomes == RowOutcome.SAT_OUT).sum()) for result in by_hand.results) >= 2
     assert len(drawn.outputs) > 2 * len(drawn.bursts)
     assert set(free.bursts) == {1}, "it waits for nobody"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_without_a_device")
+def test_a_step_of_the_hosts_sampler_drafts_nothing_that_is_forced_and_the_next_one_does(wanted: list[list[int]]) -> None:
+    executor = on_device()
+    by_hand = StepsByHand(executor)
+    drawn, _, greedy, _ = asked()
+    by_hand.begin(drawn, greedy)
+    by_hand.decode(1)
+    by_hand.begin(Answer(1, [4, 4], 20, Sampling(seed=9, presence_penalty=0.5)))
+    by_hand.decode(1)
+    by_hand.preempt(1)
+    by_hand.decode(4)
+    by_hand.drain()
+    executor.close()
+    assert_begins([drawn, greedy], [wanted[0], wanted[2]])
+    assert drawn.bursts[:4] == [1, 1, 1, 1], "two of the device, two of the host"
+    assert drawn.bursts[4:8] == [4, 1, 6, 1], (
+        "what the host has drawn is no longer ahead: three of six are left, then a free one"
+    )
 
 
 @pytest.mark.slow
@@ -202,11 +228,9 @@ def test_drafts_are_what_is_left_of_a_plan_that_came_true_so_far(data: st.DataOb
 def test_rows_are_given_out_until_there_are_no_more() -> None:
     forced = ForcedTokens(replace(SHAPE, burst=2), CPU)
     layout = forced.lay_out(np.array([0, 7, 3, 1, 7], np.int32), rows_max=19)
-    assert layout.rooms.tolist() == [1, 7, 3, 1, 1], (
-        "eight of nineteen rows are left for forced tokens, and one is of nobody"
-    )
+    assert layout.rooms.tolist() == [1, 7, 3, 1, 2], "nine of nineteen rows are left for what is forced"
     assert layout.first_rows.tolist() == [0, 2, 10, 14, 16]
-    assert layout.cells.tolist() == [0, 1, *range(8, 16), *range(16, 20), 24, 25, 32, 33]
+    assert layout.cells.tolist() == [0, 1, *range(8, 16), *range(16, 20), 24, 25, 32, 33, 34]
 
 
 @pytest.mark.usefixtures("_without_a_device")
