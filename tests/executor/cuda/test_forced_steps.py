@@ -53,7 +53,7 @@ HOT = Sampling(seed=8, temperature=1.3, top_k=30)
 
 @pytest.fixture
 def _without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_a_device(monkeypatch, [MixedSize(32, 0), MixedSize(32, 4), MixedSize(32, 16)])
+    pretend_a_device(monkeypatch, [MixedSize(32, 0), MixedSize(32, 4), MixedSize(32, 32)])
 
 
 def asked() -> list[Answer]:

@@ -16,7 +16,7 @@ import triton
 from baton.core.engine.plan import NO_INT32S, NO_INT64S, Int32s
 from baton.executor.contract import ExecutorShape
 from baton.executor.cuda.batch import DecodePart, target_items
-from baton.executor.cuda.chunks import ALIGNMENT, CHUNK_TOKENS, MixedSize
+from baton.executor.cuda.chunks import ALIGNMENT, CHUNK_TOKENS, CHUNKS_MOST, MixedSize
 from baton.executor.cuda.drafting import Propose
 from baton.executor.cuda.forced_tokens import ForcedTokens, RowLayout
 from baton.executor.cuda.kernels_forced import gather_rows, propose_forced
@@ -67,6 +67,7 @@ class DraftedRunner(ModelRunner):
         one_each = replace(shape, slots=self.rows_max, burst=1, constrained_burst=0)
         super().__init__(loaded, one_each, slots, pool, scratch, step_tokens, self._propose)
         self.width = shape.burst_max
+        self._chunks_most = min(CHUNKS_MOST, shape.slots)
         self._decodes_max, self._others_most = shape.slots, shape.burst - 1 if propose is not None else 0
         self._forced, self._propose_others = forced, propose
         device, aligned = slots.known.device, shape.slots + -shape.slots % ALIGNMENT

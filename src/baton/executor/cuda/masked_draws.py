@@ -90,7 +90,7 @@ class MaskedDraws:
         self._queries = shape.burst_max
         self.forced = ForcedTokens(shape, device) if capable and shape.constrained_burst else None
         """What the grammars force; None where it is not drafted."""
-        table = MaskTable.of(shape.slots * self._queries if capable else 1, vocabulary, rows_max, device)
+        table = MaskTable.of(rows_max if capable else 1, vocabulary, rows_max, device)
         self._uploads = MaskUploads(table, device)
         self._known: Int64s = np.zeros(shape.slots, dtype=np.int64)
         self._expected: list[_Expected] = []
@@ -174,9 +174,7 @@ class MaskedDraws:
         masks = self._matchers.masks(slots[source], positions[source] + nth)
         good = permit_something(masks.words, self._vocabulary)
         at = masks.rows[good]
-        entries = slots[source].astype(np.int64)[at] * self._queries + nth[at]
-        order = np.argsort(entries)
-        self._uploads.send(masks.words[good][order], entries[order], rows[at][order])
+        self._uploads.send(masks.words[good], np.arange(len(at)), rows[at])
         self._foresee(slots[~late])
         failed = sorted([*rows[list(masks.failed)].tolist(), *rows[masks.rows[~good]].tolist()])
         return SentMasks(failed, decodes[late[len(chunks) :]])
