@@ -42,17 +42,17 @@ def answered(constrained_burst: int, burst: int, invariant: bool, taken: list[st
     proposer = NgramProposer(drafts=burst - 1, ngram_min=1, ngram_max=3) if burst > 1 else NaiveProposer()
     shape = replace(SHAPE, burst=burst, constrained_burst=constrained_burst)
     made = on_cuda(MODEL, shape, invariant=invariant, proposer=proposer, backends=lambda _: [RunsBackend()])
-    answers = asked()
+    answers, steps = asked(), STEPS if constrained_burst else 5 * STEPS
     with closing(made) as executor:
         taken.clear()
         by_hand = StepsByHand(executor)
         by_hand.begin(*answers[:-1])
-        by_hand.decode(STEPS)
+        by_hand.decode(steps)
         moved = by_hand.preempt(1)
         moved.slot = SLOTS - 1
         answers[-1] = Answer(1, [3, 4, 5], 64, Sampling(seed=77, temperature=0.9))
         by_hand.begin(moved, answers[-1])
-        by_hand.decode(STEPS)
+        by_hand.decode(steps)
         by_hand.drain()
     return answers
 
