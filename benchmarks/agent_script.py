@@ -24,6 +24,7 @@ LIMIT_S = 300.0
 
 class Dialect(StrEnum):
     OPENAI = "openai"
+    RESPONSES = "responses"
     ANTHROPIC = "anthropic"
 
 

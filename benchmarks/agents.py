@@ -91,6 +91,7 @@ def npm_clients(folder: Path) -> tuple[AgentClient, ...]:
     calls_of = partial(npm_calls, folder=folder)
     return (
         AgentClient("openai (npm)", Dialect.OPENAI, calls_of),
+        AgentClient("openai (npm), responses", Dialect.RESPONSES, calls_of),
         AgentClient("@anthropic-ai/sdk (npm)", Dialect.ANTHROPIC, calls_of),
     )
 

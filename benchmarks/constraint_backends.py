@@ -288,7 +288,7 @@ class SchemaRun:
             tokens = self._walks.answer(matcher, seed=1)
             found["failed"] += matcher.has_failed()
             found["is_finished"] = tokens is not None
-            found["is_invalid"] = tokens is not None and not _is_valid(judge, self._walks.text(tokens))
+            found["is_invalid"] = tokens is not None and not satisfies(judge, self._walks.text(tokens))
         return found | {"mask_us": masks}
 
     def _accepts(self, data: object, masks: list[float] | None) -> tuple[bool, bool]:
@@ -315,7 +315,7 @@ def _walked(matcher: Matcher, tokens: list[int]) -> tuple[list[float], bool, boo
     return times, matcher.may_end(), matcher.has_failed()
 
 
-def _judge_of(schema: dict[str, Any] | bool) -> Any:
+def judge_of(schema: dict[str, Any] | bool) -> Any:
     """None for a schema in a dialect of its own, whose answers cannot be judged."""
     try:
         return jsonschema_rs.validator_for(schema, validate_formats=True)
@@ -323,7 +323,7 @@ def _judge_of(schema: dict[str, Any] | bool) -> Any:
         return None
 
 
-def _is_valid(judge: Any, text: str) -> bool:
+def satisfies(judge: Any, text: str) -> bool:
     try:
         return bool(judge.is_valid(json.loads(text)))
     except ValueError:
@@ -353,7 +353,7 @@ def measured(row: Schema, backend: Backend, tokenizer: Tokenizer, walks: Walks |
         compile_us.append((time.perf_counter() - began) * 1e6)
         if compile_us[-1] > LONG_US:
             break
-    judge = None if walks is None else _judge_of(row["schema"])
+    judge = None if walks is None else judge_of(row["schema"])
     run = SchemaRun(tokenizer, matchers, None if judge is None else walks)
     return {"gate_us": gate_us, "compile_us": min(compile_us), **run.measured(row, judge)}
 

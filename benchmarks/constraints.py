@@ -3,14 +3,16 @@
 Each backend gets the schemas twice: as Baton's gate rewrites them, and as they are. A child process does the work, and is
 started again behind a schema that crashed it or took too long. Random answers are written with llguidance behind the gate
 only: that is what is served, and judged. A wrong accept, a matcher that gives up, an answer that ended and is not valid, a
-crash or a time-out is a failure; of a file of schemas, so are fewer than 90 % accepted or fewer than 95 % of their answers
-ended.
+crash or a time-out is a failure, and so are a refusal that names no keyword and masks of more than 1 ms at the 99th
+percentile; of a file of schemas, so are fewer than 90 % accepted or fewer than 95 % of their answers ended. With
+`--tiny-model` a real server answers the accepted schemas too (`tiny_answers`).
 """
 
 from __future__ import annotations
 
 import gzip
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +28,7 @@ import typer
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from baton.api.constraints.schema_reader import REFUSED, RESTRICTING
 from benchmarks.bfcl import BfclCounts, bfcl_counts, show_bfcl
 from benchmarks.options import JsonIfGiven
 from benchmarks.runner import (
@@ -38,6 +41,7 @@ from benchmarks.runner import (
     run_benchmark,
     table_of,
 )
+from benchmarks.tiny_answers import FINISHED_MIN, TinyAnswerCounts, judged_answers, show_tiny_answers, tiny_answers
 
 VOCABULARY = 32_000
 END = "<|end|>"
@@ -45,8 +49,10 @@ SUITE = "suite"
 SIDES = (("llguidance", "gate"), ("llguidance", "raw"), ("xgrammar", "raw"), ("xgrammar", "gate"))
 SERVED = SIDES[0]
 ACCEPTED_MIN = 0.9
-FINISHED_MIN = 0.95
-"""Of accepted schemas."""
+MASK_US_MAX = 1_000
+"""At the 99th percentile."""
+QUOTED = re.compile(r"'([^']+)'")
+KEYWORDS = RESTRICTING | {*REFUSED, "dependentRequired"}
 BACKEND_NAMES = ("llguidance", "xgrammar")
 
 Row = dict[str, Any]
@@ -60,6 +66,8 @@ class BackendCounts(msgspec.Struct, frozen=True):
     accepted: int
     refused: dict[str, int]
     """By the gate or the backend, reason → schemas."""
+    unnamed: list[str]
+    """Schemas whose refusal names no keyword, each with the reason."""
     crashed: list[str]
     timed_out: list[str]
     valid: int
@@ -84,6 +92,8 @@ class ConstraintsReport(Report, kw_only=True):
     vocabulary: int
     sides: dict[str, list[BackendCounts]]
     """By file of schemas."""
+    tiny: dict[str, TinyAnswerCounts] = msgspec.field(default_factory=dict)
+    """By file of schemas, where a tiny model was to answer them."""
     bfcl: BfclCounts | None = None
 
 
@@ -107,6 +117,9 @@ def constraints(
         typer.Option(help="Wheel of bfcl-eval, or a folder that it was unpacked to: its functions are compiled."),
     ] = None,
     backend: Annotated[str | None, typer.Option(help="Only this one: llguidance or xgrammar.")] = None,
+    tiny_model: Annotated[
+        bool, typer.Option("--tiny-model", help="Have a tiny random model answer the accepted schemas, from a server.")
+    ] = False,
     json_file: JsonIfGiven = None,
 ) -> None:
     """Compare constrained decoding of both backends on JSON schemas; compile the functions of BFCL."""
@@ -116,8 +129,8 @@ def constraints(
         if not inputs and bfcl is None:
             raise BadBenchmarkOptions("no schemas were named: use --schemas FILE, --suite DIR or --bfcl WHEEL")
         taken = {name: rows[::every] for name, rows in inputs.items()}
-        count = len(inputs) * len(chosen) + (bfcl is not None)
-        return Experiment(count, lambda: _report(taken, chosen, tokenizer, bfcl, progress))
+        count = len(inputs) * (len(chosen) + tiny_model) + (bfcl is not None)
+        return Experiment(count, lambda: _report(taken, chosen, tokenizer, bfcl, tiny_model, progress))
 
     run_benchmark(prepare, _show, json_file)
 
@@ -156,6 +169,7 @@ def _report(
     chosen: Sequence[tuple[str, str]],
     tokenizer: Path | None,
     bfcl: Path | None,
+    has_tiny_model: bool,
     progress: Progress,
 ) -> ConstraintsReport:
     counts = None
@@ -165,7 +179,20 @@ def _report(
         progress.done()
     if not inputs:
         return ConstraintsReport(vocabulary=0, sides={}, bfcl=counts)
-    return msgspec.structs.replace(_measured(inputs, chosen, tokenizer, progress), bfcl=counts)
+    report = _measured(inputs, chosen, tokenizer, progress)
+    tiny = _answered(inputs, progress) if has_tiny_model else {}
+    failures = [*report.failures, *(text for name in tiny for text in judged_answers(tiny[name], name != SUITE))]
+    return msgspec.structs.replace(report, bfcl=counts, tiny=tiny, failures=failures)
+
+
+def _answered(inputs: dict[str, list[Row]], progress: Progress) -> dict[str, TinyAnswerCounts]:
+    found: dict[str, TinyAnswerCounts] = {}
+    for name, rows in inputs.items():
+        progress.doing(f"{name}: a tiny model")
+        found[name] = tiny_answers(rows)
+        progress.say(str(found[name]))
+        progress.done()
+    return found
 
 
 def _measured(
@@ -254,6 +281,11 @@ def counted(backend: str, gate: str, rows: Sequence[Row], results: Sequence[Row]
         count=len(rows),
         accepted=len(done),
         refused=dict(Counter(reason for reason in reasons if reason).most_common()),
+        unnamed=[
+            f"{row['name']}: {reason}"
+            for row, reason in zip(rows, reasons, strict=True)
+            if reason and not KEYWORDS.intersection(QUOTED.findall(reason))
+        ],
         crashed=[row["name"] for row, result in named if "crashed" in result],
         timed_out=[row["name"] for row, result in named if "timed_out" in result],
         valid=sum(result["valid"] for result in done),
@@ -281,8 +313,11 @@ def judged(side: BackendCounts, has_floors: bool) -> list[str]:
         f"matchers that gave up ({', '.join(side.schemas_with_failed)})": side.failed,
         f"answers that ended and are not valid ({', '.join(side.finished_invalid)})": len(side.finished_invalid),
         "crashes and time-outs": len(side.crashed) + len(side.timed_out),
+        f"refusals that name no keyword ({', '.join(side.unnamed)})": len(side.unnamed),
     }
     found = [f"{count} {what}" for what, count in counts.items() if count]
+    if side.mask_us[1] > MASK_US_MAX:
+        found.append(f"a mask takes {side.mask_us[1]:,.0f} µs at the 99th percentile, more than {MASK_US_MAX:,}")
     if has_floors and side.accepted < ACCEPTED_MIN * side.count:
         found.append(f"{side.accepted} of {side.count} schemas accepted, fewer than {ACCEPTED_MIN:.0%}")
     if has_floors and side.finished < FINISHED_MIN * side.accepted:
@@ -315,6 +350,8 @@ def _show(console: Console, report: ConstraintsReport) -> None:
             if side.schemas == "gate" and side.backend == "llguidance":
                 console.print(*(f"{count:4} {reason}" for reason, count in side.refused.items()), sep="\n", markup=False)
 
+    for name, counts in report.tiny.items():
+        show_tiny_answers(console, name, counts)
     if report.bfcl is not None:
         show_bfcl(console, report.bfcl)
     for failure in report.failures:

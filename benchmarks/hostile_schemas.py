@@ -3,8 +3,9 @@
     cold   a new server, asked as soon as it says that it serves
     warm   the same server, asked for a second schema of the same kind, which it does not know
 
-Both are judged: an answer after more than 2 s, or one with another status than 200, 400 or 413, is a failure. Memory is the
-largest resident size of the front end and of one process that compiles, sampled while they work.
+Both are judged: an answer after more than 2 s, or one with another status than 200, 400 or 413, is a failure, and so is
+more memory than the limits below. Memory is the largest resident size of the front end and of one process that compiles,
+sampled while they work.
 """
 
 from __future__ import annotations
@@ -42,6 +43,10 @@ from benchmarks.runner import (
 
 ANSWER_S_MAX = 2.0
 STATUSES = frozenset({200, 400, 413})
+FRONT_END_MIB_MAX = 400
+"""Of the whole process: about 90 without a request, and some copies of a body."""
+COMPILER_MIB_MAX = 640
+"""Of the whole process: 512 for what it compiles, beside what it holds when idle."""
 BODY_BYTES = 4 << 20
 """The limit of servers on bodies."""
 SCRIPTED = "--executor scripted"
@@ -254,6 +259,12 @@ def judged(row: SchemaFigures) -> list[str]:
     for name, seconds in (("cold", row.cold_s), ("warm", row.warm_s)):
         if seconds > ANSWER_S_MAX:
             found.append(f"{row.kind}: {seconds:.2f} s {name}, limit {ANSWER_S_MAX:g}")
+    for name, mib, most in (
+        ("front end", row.front_end_mib, FRONT_END_MIB_MAX),
+        ("compiler", row.compiler_mib, COMPILER_MIB_MAX),
+    ):
+        if mib > most:
+            found.append(f"{row.kind}: the {name} held {mib:.0f} MiB, limit {most}")
     return found
 
 
@@ -297,7 +308,7 @@ Only = Annotated[list[str] | None, typer.Option("--kind", help="Only this kind o
 def hostile_schemas(model: Model = SCRIPTED, kind: Only = None, json_file: JsonIfGiven = None) -> None:
     """Ask new servers for schemas that are made to be dear, and measure how soon they answer.
 
-    Exit code 1 when an answer takes more than two seconds, or is an error of the server.
+    Exit code 1 when an answer takes more than two seconds or is an error of the server, or a process held too much memory.
     """
 
     def prepare(progress: Progress) -> Experiment[HostileSchemasReport]:

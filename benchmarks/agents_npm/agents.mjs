@@ -31,6 +31,30 @@ async function withOpenai(say) {
   }
 }
 
+async function withResponses(say) {
+  const client = new OpenAI({ baseURL: `${script.url}/v1`, apiKey: "none", maxRetries: 0, timeout: script.limit_ms });
+  const input = [{ role: "user", content: script.question }];
+  const tools = script.tools.map((tool) => ({
+    type: "function", name: tool.name, description: tool.description, parameters: tool.schema, strict: true,
+  }));
+  for (let number = 0; number < script.calls; number++) {
+    say({ asked: number });
+    const asked = {
+      model: script.model, input, tools, tool_choice: "required", parallel_tool_calls: false, store: false,
+      max_output_tokens: script.max_tokens, seed: script.seed + number,
+    };
+    const response = script.is_streamed
+      ? await client.responses.stream(asked).finalResponse()
+      : await client.responses.create(asked);
+    const calls = response.output.filter((item) => item.type === "function_call");
+    if (calls.length !== 1) throw new Error(`${calls.length} calls, status ${response.status}`);
+    const [call] = calls;
+    say({ called: number, name: call.name, arguments: call.arguments, id: call.call_id });
+    const result = { type: "function_call_output", call_id: call.call_id, output: script.results[number] };
+    input.push({ type: "function_call", call_id: call.call_id, name: call.name, arguments: call.arguments }, result);
+  }
+}
+
 async function withAnthropic(say) {
   const client = new Anthropic({ baseURL: script.url, apiKey: "none", maxRetries: 0, timeout: script.limit_ms });
   const messages = [{ role: "user", content: script.question }];
@@ -56,7 +80,7 @@ async function withAnthropic(say) {
 }
 
 try {
-  await (script.dialect === "openai" ? withOpenai(say) : withAnthropic(say));
+  await { openai: withOpenai, responses: withResponses, anthropic: withAnthropic }[script.dialect](say);
 } catch (error) {
   say({ failed: `${error.name}: ${error.message}` });
   process.exitCode = 1;

@@ -12,8 +12,8 @@ import pytest
 from baton.api.chat_responses import ChatWriter
 from baton.api.engine import StreamEnd, TokenBurst
 from baton.api.model_text import ModelText
-from baton.api.parsers.choosing import ReasoningParserChoice, ToolParserChoice
-from baton.api.parsers.hermes import HermesParser
+from baton.api.parsers.choosing import TOOL_PARSERS, ReasoningParserChoice, ToolParserChoice
+from baton.api.parsers.parts import WholeAnswerParts
 from baton.api.responses import ResponseHeader, call_id
 from baton.api.settings import ApiSettings
 from baton.api.stream_resume import NumberedEvents, StreamPosition, StreamPositions, fresh_marks
@@ -22,6 +22,7 @@ from baton.core.engine.request import FinishReason
 from tests.api.compiler import GrammarsOnly
 from tests.api.conftest import Served, serving
 from tests.api.engine import ScriptedEngine
+from tests.api.parsers.calls import CALLS, TOOLS
 from tests.api.tokenizers_made_here import byte_level
 
 TEMPLATE = (
@@ -38,6 +39,7 @@ ANSWER = (
     '<tool_call>\n{"name": "look_up", "arguments": {}}\n</tool_call>'
 )
 HI = [{"role": "user", "content": "hi"}]
+FAMILIES = pytest.mark.parametrize("family", TOOL_PARSERS, ids=lambda family: family.value)
 
 
 @pytest.fixture(scope="module")
@@ -220,9 +222,47 @@ def test_ids_are_as_the_family_wants_them_and_differ_between_requests() -> None:
     assert made(1, False) != made(2, False)
 
 
-def test_a_stop_string_inside_a_call_is_a_stop(served: Served) -> None:
-    choice = served.chat(tools=[LOOK_UP], stop="Paris").json()["choices"][0]
-    assert choice["finish_reason"] == "stop"
+def streamed_message(events: list[Any]) -> tuple[str, str, list[str], str]:
+    """Reasoning, content, arguments of each call, and the reason for the end."""
+    choices = [event["choices"][0] for event in events if event != "[DONE]"]
+    deltas = [choice["delta"] for choice in choices]
+    arguments: list[str] = []
+    for call in (call for delta in deltas for call in delta.get("tool_calls") or []):
+        arguments += [""] if "id" in call else []
+        arguments[call["index"]] += call["function"].get("arguments") or ""
+    reasoning, content = ("".join(delta.get(name) or "" for delta in deltas) for name in ("reasoning_content", "content"))
+    return reasoning, content, arguments, choices[-1]["finish_reason"]
+
+
+def whole_message(choice: Any) -> tuple[str, str, list[str], str]:
+    message = choice["message"]
+    arguments = [call["function"]["arguments"] for call in message.get("tool_calls") or []]
+    return message.get("reasoning_content") or "", message["content"] or "", arguments, choice["finish_reason"]
+
+
+@pytest.mark.parametrize("burst", [1, 3, 1000])
+def test_a_stop_string_inside_a_call_ends_its_arguments_before_the_match(
+    served: Served, engine: ScriptedEngine, burst: int
+) -> None:
+    engine.burst_tokens = burst
+    asked = {"tools": [LOOK_UP], "stop": "aris"}
+    expected = ("", "Let me see.", ['{"city": "P'], "stop")
+    assert whole_message(served.chat(**asked).json()["choices"][0]) == expected
+    assert streamed_message(served.chat(**asked, stream=True).events()) == expected
+
+
+@pytest.mark.parametrize("burst", [1, 3, 1000])
+def test_a_stop_string_inside_reasoning_ends_it_before_the_match(
+    engine: ScriptedEngine, text: ModelText, burst: int
+) -> None:
+    engine.script = lambda _: [*text.encode(f"<think>\nIn Paris, so é</think>\n\nYes.{ANSWER}"), min(text.eos_ids)]
+    engine.burst_tokens = burst
+    thinking = ApiSettings(served_model_names=("tiny",), reasoning_parser=ReasoningParserChoice.THINK)
+    asked = {"tools": [LOOK_UP], "stop": ["aris, s"]}
+    with serving(engine, text, thinking) as running:
+        found = whole_message(running.chat(**asked).json()["choices"][0])
+        streamed = streamed_message(running.chat(**asked, stream=True).events())
+    assert found == streamed == ("In P", "", [], "stop")
 
 
 def test_a_call_that_constrained_content_spells_is_no_call(engine: ScriptedEngine, text: ModelText) -> None:
@@ -237,6 +277,28 @@ def test_a_call_that_constrained_content_spells_is_no_call(engine: ScriptedEngin
     assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", content)
     assert "".join(delta.get("content") or "" for delta in deltas) == content
     assert free["finish_reason"] == "tool_calls", "without a constraint it may be one"
+
+
+def test_with_pythonic_a_forced_call_is_written_as_json_and_what_else_is_asked_of_calls_is_refused(
+    engine: ScriptedEngine, text: ModelText
+) -> None:
+    engine.script = lambda _: [*text.encode('{"name": "look_up", "parameters": {"city": "Rome"}}'), min(text.eos_ids)]
+    settings = ApiSettings(served_model_names=("tiny",), tool_parser=ToolParserChoice.PYTHONIC)
+    strict = json.loads(json.dumps(LOOK_UP))
+    strict["function"]["strict"] = True
+    with serving(engine, text, settings, compiler=GrammarsOnly()) as running:
+        for choice in ("required", {"type": "function", "function": {"name": "look_up"}}):
+            answer = running.chat(tools=[strict], tool_choice=choice, parallel_tool_calls=False).json()["choices"][0]
+            (call,) = answer["message"]["tool_calls"]
+            assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("look_up", {"city": "Rome"})
+            assert answer["finish_reason"] == "tool_calls"
+        for asked in (
+            {"tools": [strict]},
+            {"tools": [LOOK_UP], "parallel_tool_calls": False},
+            {"tools": [LOOK_UP], "response_format": {"type": "json_object"}},
+        ):
+            reply = running.chat(**asked)
+            assert (reply.status, "pythonic" in reply.error["message"]) == (400, True), asked
 
 
 def test_reasoning_is_sent_apart(engine: ScriptedEngine, text: ModelText) -> None:
@@ -280,12 +342,17 @@ def test_tokens_of_a_call_behind_reasoning_are_not_counted_as_reasoning(engine: 
     assert usage["completion_tokens_details"] == {"reasoning_tokens": len(text.encode("<think>so</think>"))}
 
 
-def test_a_stream_that_is_resumed_after_any_token_has_the_same_calls(text: ModelText) -> None:
-    ids = tuple(text.encode(ANSWER))
+def reader_of_calls(text: ModelText, family: ToolParserChoice) -> ChoiceReader:
+    return ChoiceReader(0, text.detokenizer(), None, text.eos_ids, parser=TOOL_PARSERS[family].make(TOOLS))
+
+
+@FAMILIES
+def test_a_stream_that_is_resumed_after_any_token_has_the_same_calls(text: ModelText, family: ToolParserChoice) -> None:
+    ids = tuple(text.encode(CALLS[family.value], parse_special=False))
     header = ResponseHeader("chatcmpl-1", 0, "tiny", False, False, [(1,)], 1)
 
     def events(marks: StreamPositions) -> list[Any]:
-        reader = ChoiceReader(0, text.detokenizer(), None, text.eos_ids, parser=HermesParser(("look_up",)))
+        reader = reader_of_calls(text, family)
         writer = NumberedEvents(ChatWriter(header, text.piece, False), marks)
         found = []
         for place, token in enumerate(ids):
@@ -301,17 +368,18 @@ def test_a_stream_that_is_resumed_after_any_token_has_the_same_calls(text: Model
     assert whole[-1]["finish_reason"] == "tool_calls"
 
 
-def test_an_answer_that_is_continued_after_any_token_has_the_calls_that_the_client_lacks(text: ModelText) -> None:
-    ids = tuple(text.encode(ANSWER))
-
-    def reader() -> ChoiceReader:
-        return ChoiceReader(0, text.detokenizer(), None, text.eos_ids, parser=HermesParser(("look_up",)))
-
-    for had in range(0, len(ids), 7):
-        first, second = reader(), reader()
+@FAMILIES
+def test_an_answer_that_is_continued_after_any_token_has_the_calls_that_the_client_lacks(
+    text: ModelText, family: ToolParserChoice
+) -> None:
+    ids = tuple(text.encode(CALLS[family.value], parse_special=False))
+    for had in range(len(ids)):
+        first, second = reader_of_calls(text, family), reader_of_calls(text, family)
         begun = list(first.read(TokenBurst(ids[:had], (), None)).parts or ())
         second.continue_after(ids[:had], None)
         rest = second.read(TokenBurst(ids[had:], (), StreamEnd(FinishReason.STOP, 0)))
         assert rest.parts == first.read(TokenBurst(ids[had:], (), StreamEnd(FinishReason.STOP, 0))).parts
         assert rest.has_calls
-        assert had == 0 or begun != rest.parts
+        shown = WholeAnswerParts([*begun, *(rest.parts or ())])
+        assert [call.name for call in shown.calls] == ["look_up", "add"]
+        assert [json.loads(call.arguments) for call in shown.calls] == [{"city": "Paris"}, {"a": 1}]

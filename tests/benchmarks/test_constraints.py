@@ -67,12 +67,25 @@ def counts(**changes: Any) -> BackendCounts:
         ({"failed": 1}, "gave up (a)"),
         ({"is_invalid": True}, "not valid (a)"),
         ({"is_finished": False}, "fewer than 95%"),
+        ({"mask_us": [1.0] * 98 + [1_001.0] * 2}, "more than 1,000"),
+        ({"mask_us": [1.0] * 98 + [999.0] * 2}, None),
     ],
 )
 def test_what_is_a_failure(changes: dict[str, Any], word: str | None) -> None:
     failures = judged(counts(**changes), has_floors=True)
     assert len(failures) == (word is not None)
     assert word is None or word in failures[0]
+
+
+def refusals(*reasons: str) -> BackendCounts:
+    rows = [{"name": "a"}] * 100
+    return counted(*SERVED, rows, [{"refused": reason} for reason in reasons] + [GOOD] * (100 - len(reasons)))
+
+
+def test_a_refusal_that_names_no_keyword_is_a_failure() -> None:
+    assert judged(refusals("'not' makes the schema too complex", "'$ref' leads nowhere"), has_floors=True) == []
+    (failure,) = judged(refusals("'uniqueItems' is not supported", "no 'such' word"), has_floors=True)
+    assert failure == "1 refusals that name no keyword (a: no 'such' word)"
 
 
 def test_of_many_schemas_nine_in_ten_must_be_accepted() -> None:

@@ -31,3 +31,9 @@ def test_late_answers_and_errors_of_the_server_are_failures() -> None:
     assert judged(GOOD) == []
     assert judged(replace(GOOD, cold_s=2.1)) == ["kind: 2.10 s cold, limit 2"]
     assert judged(replace(GOOD, statuses=(400, 500))) == ["kind: status 500"]
+
+
+def test_too_much_memory_is_a_failure() -> None:
+    assert judged(replace(GOOD, front_end_mib=400.0, compiler_mib=640.0)) == []
+    assert judged(replace(GOOD, front_end_mib=401.0)) == ["kind: the front end held 401 MiB, limit 400"]
+    assert judged(replace(GOOD, compiler_mib=641.0)) == ["kind: the compiler held 641 MiB, limit 640"]

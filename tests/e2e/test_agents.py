@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.agent_npm import installed
+from benchmarks.agent_npm import NpmUnavailable, install
 from benchmarks.agent_script import Called, Dialect
 from benchmarks.agents import PYTHON_CLIENTS, AgentClient, AgentFleet, agent_fleet, compare, hold, npm_clients
 
@@ -43,6 +43,15 @@ def agents() -> Iterator[Agents]:
         yield Agents(AgentFleet(url), model)
 
 
+@pytest.fixture(scope="module")
+def npm() -> tuple[AgentClient, ...]:
+    """Installed the first time, from a lock file."""
+    try:
+        return npm_clients(install())
+    except NpmUnavailable as reason:
+        pytest.skip(f"no npm clients: {reason}")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("is_streamed", [True, False], ids=["streamed", "whole"])
 @pytest.mark.parametrize("client", PYTHON_CLIENTS, ids=lambda client: client.name)
@@ -52,9 +61,8 @@ def test_an_agent_goes_on_through_kill_9_with_the_same_calls(agents: Agents, cli
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_streamed", [True, False], ids=["streamed", "whole"])
-@pytest.mark.parametrize("number", range(2), ids=["openai", "anthropic"])
-def test_an_agent_of_npm_goes_on_through_kill_9_with_the_same_calls(agents: Agents, number: int, is_streamed: bool) -> None:
-    folder = installed()
-    if folder is None:
-        pytest.skip("no node, or its packages were not installed: python -m benchmarks agents installs them")
-    agents.check(npm_clients(folder)[number], is_streamed)
+@pytest.mark.parametrize("number", range(3), ids=["openai", "responses", "anthropic"])
+def test_an_agent_of_npm_goes_on_through_kill_9_with_the_same_calls(
+    agents: Agents, npm: tuple[AgentClient, ...], number: int, is_streamed: bool
+) -> None:
+    agents.check(npm[number], is_streamed)

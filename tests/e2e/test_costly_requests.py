@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import httpx2 as httpx
 import pytest
 
+from benchmarks.hostile_schemas import KINDS
 from tests.support.raw_http import PeakMemory
 from tests.support.server import ServerProcess, baton_serve
 
@@ -22,6 +23,7 @@ OPTIONS = ("--executor", "scripted", "--max-model-len", str(CONTEXT), "--no-acce
 KEYS = ("--api-key", "greedy", "--api-key", "modest")
 GREEDY, MODEST = {"Authorization": "Bearer greedy"}, {"Authorization": "Bearer modest"}
 MIB = 1 << 20
+LONG_TOKENS = 1500
 
 
 class Watch:
@@ -139,8 +141,36 @@ def test_hostile_schemas_leave_others_their_turn() -> None:
         with watch.watching():
             replies = _posted(server, "/v1/completions", bodies)
             served = httpx.post(f"{server.url}/v1/completions", json=modest, headers=MODEST, timeout=200)
-        for reply, body in zip(replies, bodies, strict=True):
-            assert reply.status_code in (400, 429), (str(body)[:100], reply.text)
+            for reply, body in zip(replies, bodies, strict=True):
+                assert reply.status_code in (400, 429), (str(body)[:100], reply.text)
+                if reply.status_code == 429:  # turned away, and not judged yet
+                    (reply,) = _posted(server, "/v1/completions", [body])  # noqa: PLW2901
+                assert reply.status_code == 400, (str(body)[:100], reply.text)
         assert served.json()["choices"][0]["text"] == "yes"
         assert watch.grown_mb < 300
+        assert statistics.median(watch.answer_s) < 1
+        assert max(watch.answer_s) < 3
+        assert max(watch.health_s) < 3
+
+
+def test_long_answers_under_patterns_that_grow_leave_others_their_turn() -> None:
+    """Such patterns are accepted: their automata are built while an answer is written. One letter of each never comes."""
+    endless = {"exponential automaton": "c", "catastrophic regex": "b", "exponential pattern in a schema": "c"}
+    bodies: list[dict[str, object]] = [
+        {"prompt": "hi", "max_tokens": LONG_TOKENS, "bad_words": [letter], "seed": number, **KINDS[kind](number)}
+        for number in range(2)
+        for kind, letter in endless.items()
+    ]
+    with baton_serve(*OPTIONS, *KEYS) as server:
+        watch, engine = Watch(server), PeakMemory(server.engine_pid())
+        with watch.watching():
+            replies = _posted(server, "/v1/completions", bodies)
+        assert [reply.status_code for reply in replies] == [200] * len(bodies)
+        answers = [(reply.json()["usage"]["completion_tokens"], reply.json()["choices"][0]) for reply in replies]
+        assert [(tokens, choice["finish_reason"]) for tokens, choice in answers] == [(LONG_TOKENS, "length")] * len(bodies)
+        print(f"engine grew by {engine.grown_mb():.0f} MiB")
+        assert engine.grown_mb() < 300
+        assert watch.grown_mb < 300
+        assert statistics.median(watch.answer_s) < 1
+        assert max(watch.answer_s) < 3
         assert max(watch.health_s) < 3

@@ -1,10 +1,12 @@
-"""The demo at default options, in bfloat16 on a CPU: an instance that is killed in mid-answer changes not a letter of it."""
+"""The demo at default options, in bfloat16 on a CPU: its first answers are right and soon, and an instance that is killed in
+mid-answer changes not a letter."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,11 +15,14 @@ import httpx2 as httpx
 import pytest
 
 from tests.support.fleet import FleetProcess, baton_up
+from tests.support.readme import first_request
 
 pytestmark = [pytest.mark.slow, pytest.mark.smollm2]
 
 KILLS = int(os.environ.get("BATON_TEST_KILLS", "3"))
 TOKENS = 90
+FIRST_ANSWERS = 3
+FIRST_ANSWER_S_MAX = 20.0
 QUESTIONS = (
     {"prompt": "The history of the lighthouse begins", "temperature": 0},
     {"prompt": "Once upon a time a fox", "temperature": 0.8, "seed": 7},
@@ -29,6 +34,24 @@ COMPANY = {"prompt": "A list of animals:", "max_tokens": 60, "temperature": 1}
 def demo() -> Iterator[FleetProcess]:
     with baton_up("--demo") as fleet:
         yield fleet
+
+
+@pytest.mark.timed
+def test_the_first_request_of_the_readme_is_answered_with_paris_and_soon(demo: FleetProcess) -> None:
+    """Where this test is chosen alone, the fleet has just started."""
+    seconds = []
+    for _ in range(FIRST_ANSWERS):
+        began_s = time.monotonic()
+        assert "Paris" in answer_to_first_request(demo)
+        seconds.append(round(time.monotonic() - began_s, 2))
+    assert max(seconds) < FIRST_ANSWER_S_MAX, seconds
+
+
+def answer_to_first_request(fleet: FleetProcess) -> str:
+    headers = {"Content-Type": "application/json"}
+    response = httpx.post(f"{fleet.url}/v1/chat/completions", content=first_request(), headers=headers, timeout=120)
+    assert response.status_code == 200, response.text
+    return str(response.json()["choices"][0]["message"]["content"])
 
 
 def streamed(fleet: FleetProcess, body: dict[str, object], on_event: Callable[[int], None] = lambda _: None) -> str:

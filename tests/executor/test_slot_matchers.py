@@ -162,6 +162,16 @@ def test_what_is_forced_is_known_while_the_matcher_is_in_use(slots: type[Slots])
     assert some.matchers.forced(0, 0, 1) == [0]
 
 
+def test_ahead_are_the_drafts_that_are_allowed_and_what_is_forced_after_them(slots: type[Slots]) -> None:
+    some, slot, position = slots("quick"), np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.int64)
+    some.matchers.prepare(slot, position, drafts_of([[0, 1, 5]]), foresee=1)
+    assert some.matchers.ahead(0) == (2, [0, 1, 2])
+    some.matchers.prepare(slot, position, drafts_of([[]]), foresee=8)
+    assert some.matchers.ahead(0) == (0, [0, 1])
+    some.matchers.prepare(slot, position, drafts_of([[0]]))
+    assert some.matchers.ahead(0) == (1, [0]), "who does not ask is told nothing"
+
+
 def test_other_drafts_at_the_same_place_get_masks_of_their_own(slots: type[Slots]) -> None:
     some = slots("slow", None)
     assert some.step(0, [[0], []]) == [True, False]

@@ -176,6 +176,7 @@ def _on_cuda(settings: EngineSettings, folder: Path, proposer: DraftProposer, on
         step_tokens=settings.step_tokens,
         burst=settings.burst,
         proposer=proposer,
+        constrained_burst=_constrained_burst(settings),
         attention=settings.attention,
         batch_invariant=settings.batch_invariant,
         backends=partial(constraint_backends, folder),

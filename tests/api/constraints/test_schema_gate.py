@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -219,16 +220,24 @@ def test_a_refusal_names_the_place_and_the_keyword(path: str) -> None:
         ({"type": "number", "multipleOf": 0.1}, "multipleOf"),
         ({"type": "object", "minProperties": 3}, "minProperties"),
         ({"not": {"pattern": "a"}}, "pattern"),
-        ({"type": "number", "not": {"type": "integer"}}, "no integers"),
-        ({"enum": ["a\u0000b"]}, "control characters"),
+        ({"type": "number", "not": {"type": "integer"}}, "'type' 'integer' cannot be negated"),
+        ({"oneOf": [{"$ref": "#"}, {"type": "null"}]}, "'$ref'"),
+        ({"not": {"enum": ["a" * 3_000]}}, "'enum'"),
+        (
+            {"allOf": [{"patternProperties": {"^a": {"type": "null"}}}, {"additionalProperties": False}]},
+            "'patternProperties'",
+        ),
+        ({"enum": ["a\u0000b"]}, "'enum', 'const': strings with control characters"),
+        ({"required": [1]}, "'required'"),
         (False, "no value"),
         ({"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]}, "no value"),
         ({"$ref": "#"}, "no value"),
-        ({"type": "integer", "const": 1 << 60}, "2^53"),
+        ({"type": "integer", "const": 1 << 60}, "'minimum', 'maximum': numbers beyond 2^53"),
+        ({"minimum": 1e-12}, "'minimum', 'maximum': bounds"),
     ],
 )
 def test_what_cannot_be_enforced_is_refused_by_name(schema: object, word: str) -> None:
-    with pytest.raises(ConstraintRefused, match=word.replace("^", r"\^")):
+    with pytest.raises(ConstraintRefused, match=re.escape(word)):
         checked_schema(schema, "f")
 
 

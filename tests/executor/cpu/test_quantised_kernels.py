@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import platform
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.gguf_files import FORMATS, quantised_rows
 
-from baton.executor.cpu import native_kernels
+from baton.executor.cpu.kernel_build import build
 from baton.executor.cpu.native_kernels import NativeKernels, PackedWeights, WeightFormat, joined, load_kernels, packed
 
 DIM = 768
@@ -112,10 +111,8 @@ def test_every_kind_of_cpu_has_the_same_bits(kernels: NativeKernels, kind: str, 
     """A fleet of unlike machines goes on with each other's answers. -O0 compiles quickly and computes the same."""
     if NEEDED[kind] not in Path("/proc/cpuinfo").read_text(encoding="utf-8").split():
         pytest.skip(f"this CPU has no {kind}")
-    source, made = Path(native_kernels.__file__).with_name("kernels.cpp"), tmp_path / "kernels.so"
-    flags = [flag for flag in native_kernels.FLAGS if not flag.startswith(("-O", "-march"))]
-    architecture = f"-march={KINDS[kind]}".split()
-    subprocess.run(["g++", "-O0", "-w", *architecture, *flags, "-o", str(made), str(source)], check=True, timeout=300)
+    made = tmp_path / "kernels.so"
+    build("g++", ("-O0", "-w", *f"-march={KINDS[kind]}".split()), made)
     other = NativeKernels(ctypes.CDLL(str(made)), torch.float32)
     torch.manual_seed(5)
     x = torch.randn(9, DIM) * torch.rand(9, 1) * 10

@@ -124,7 +124,7 @@ class SchemaDocument:
     def names_of(self, value: object, path: str) -> list[str]:
         names = self.list_of(value, path, is_empty_allowed=True)
         if not all(isinstance(name, str) for name in names):
-            raise self.refused(path, "names must be strings")
+            raise self.refused(path, "'required', 'dependentRequired': names must be strings")
         return [name for name in names if isinstance(name, str)]
 
     def types(self, schema: Schema, path: str) -> list[str] | None:

@@ -190,7 +190,7 @@ class SchemaWriter:
             high = min(high, EXACT_INTEGER)
             found["exclusiveMaximum" if shape.is_below_maximum else "maximum"] = self._plain(high, path)
         if low is not None and high is not None and low > high:
-            raise self._refused(path, "numbers beyond 2^53 cannot be asked for exactly")
+            raise self._refused(path, "'minimum', 'maximum': numbers beyond 2^53 cannot be asked for exactly")
         if shape.multiple_of is not None:
             if not shape.is_integer or shape.multiple_of != int(shape.multiple_of) or shape.multiple_of > MULTIPLE_MAX:
                 raise self._refused(path, "'multipleOf' is supported only for integers, as a whole number")
@@ -201,14 +201,16 @@ class SchemaWriter:
         if isinstance(value, float) and value.is_integer():
             return int(value)
         if isinstance(value, float) and ("e" in repr(value) or len(repr(value).partition(".")[2]) > PLACES_MAX):
-            raise self._refused(path, f"bounds of numbers may have {PLACES_MAX} digits behind the point")
+            raise self._refused(
+                path, f"'minimum', 'maximum': bounds of numbers may have {PLACES_MAX} digits behind the point"
+            )
         return value
 
     def _string(self, shape: StringShape, path: str) -> Written:
         found: dict[str, object] = {"type": "string"}
         if shape.values is not None:
             if not all(map(is_writable, shape.values)):
-                raise self._refused(path, "strings with control characters cannot be asked for")
+                raise self._refused(path, "'enum', 'const': strings with control characters cannot be asked for")
             found["enum"] = list(shape.values)
         if shape.min_length:
             found["minLength"] = shape.min_length

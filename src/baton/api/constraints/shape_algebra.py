@@ -147,7 +147,7 @@ class ShapeAlgebra:
     def _both_objects(self, one: ObjectShape, other: ObjectShape) -> Node:
         if (one.patterns and not _is_open(other)) or (other.patterns and not _is_open(one)):
             return (
-                Unexpressible("object", "", "patternProperties cannot be combined with other objects that restrict names"),
+                Unexpressible("object", "", "'patternProperties' cannot be combined with other objects that restrict names"),
             )
         names = list(dict.fromkeys([*one.properties, *other.properties]))
         self.spend(len(names))
@@ -197,7 +197,7 @@ class ShapeAlgebra:
 
     def _other_than_reference(self, shape: Reference, path: str) -> Node:
         if shape.name in self._complemented:
-            reason = "a reference to itself cannot be negated"
+            reason = "'$ref' to itself cannot be negated"
             return tuple(Unexpressible(name, path, reason) for one in ALL_TYPES if (name := type_of(one)) is not None)
         self._complemented.append(shape.name)
         found = self.complement(self._resolve(shape.name), path)
@@ -348,7 +348,7 @@ def other_numbers(shape: NumberShape, path: str) -> Node:
     if shape.maximum is not None:
         found.append(NumberShape(minimum=shape.maximum, is_above_minimum=not shape.is_below_maximum))
     if shape.is_integer:
-        reason = "numbers that are no integers cannot be asked for"
+        reason = "'type' 'integer' cannot be negated: numbers that are no integers cannot be asked for"
         found.append(Unexpressible("number", path, reason, are_fractions=True))
     if shape.multiple_of is not None:
         found.append(Unexpressible("number", path, "'multipleOf' cannot be negated"))
@@ -389,7 +389,7 @@ def other_strings(shape: StringShape, path: str) -> Node:
         found.append(Unexpressible("string", path, "'pattern' and 'format' cannot be negated"))
     if shape.values is not None:
         if sum(map(len, shape.values)) > EXCLUDED_CHARS_MAX:
-            found.append(Unexpressible("string", path, "too many strings are excluded"))
+            found.append(Unexpressible("string", path, "'enum' with so many strings cannot be negated"))
         else:
             found.append(StringShape(patterns=(other_than(shape.values),)))
     return tuple(found)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +51,16 @@ class _StepMasks:
     """At the first position, then after each draft up to the first that is refused."""
     gave_up: bool = False
     """They end because a matcher gave up, not because a draft was refused."""
+    forced: tuple[int, ...] = ()
+    """What the grammar forces after the last draft that it takes."""
+
+
+class TokensAhead(NamedTuple):
+    """What comes from the position of a step on, if its drafts stand."""
+
+    fed: int
+    """How many of the tokens are drafts of the step; the others are forced by the grammar."""
+    tokens: list[int]
 
 
 @dataclass(slots=True)
@@ -132,8 +142,9 @@ class SlotMatchers:
             entry.failure, entry.forced = error, []
         return entry.forced
 
-    def prepare(self, slots: Int32s, positions: Int64s, drafts: DraftTokens) -> None:
-        """Begin to compute the masks of a step that draws at these positions, and after each of the drafts."""
+    def prepare(self, slots: Int32s, positions: Int64s, drafts: DraftTokens, *, foresee: int = 0) -> None:
+        """Begin to compute the masks of a step that draws at these positions, and after each of the drafts; and at most so
+        many tokens that are forced after them, for `ahead`."""
         if not self.held[slots].any():
             return
         counts = drafts.counts.tolist()
@@ -144,7 +155,8 @@ class SlotMatchers:
             if earlier is not None and entry.drafts == fed and entry.failure is None:
                 continue  # it sat out
             entry.position, entry.drafts = position, fed
-            entry.masks = self._submit(partial(self._masks, slot, entry, position, fed, earlier), is_decode=is_decode)
+            masks = partial(self._masks, slot, entry, position, fed, earlier, foresee)
+            entry.masks = self._submit(masks, is_decode=is_decode)
 
     def late(
         self, slots: Int32s, patient: Bools, *, others: bool = False, computes: Callable[[], bool] | None = None
@@ -190,6 +202,16 @@ class SlotMatchers:
         words = np.stack(found) if found else np.empty((0, self._words), dtype=np.uint32)
         return RowMasks(np.array(rows, dtype=np.int64), words, tuple(failed))
 
+    def ahead(self, slot: int) -> TokensAhead:
+        """What is known of the slot's next tokens; waits for the masks of its step. Nothing if the matcher has failed."""
+        entry = self._slots[slot]
+        try:
+            found = _prepared(entry).result()
+        except ConstraintError:
+            return TokensAhead(0, [])
+        fed = len(found.words) - 1
+        return TokensAhead(fed, [*entry.drafts[:fed], *found.forced])
+
     def fail(self, slot: int) -> None:
         """A token was drawn for the slot although none may be: nothing is drawn for it any more."""
         entry = self._slots[slot]
@@ -209,7 +231,13 @@ class SlotMatchers:
                 entry.drawn.append(int(tokens[row]))
 
     def _masks(
-        self, slot: int, entry: _SlotMatcher, position: int, drafts: list[int], earlier: Future[_StepMasks] | None
+        self,
+        slot: int,
+        entry: _SlotMatcher,
+        position: int,
+        drafts: list[int],
+        earlier: Future[_StepMasks] | None,
+        foresee: int,
     ) -> _StepMasks:
         """`earlier`: masks at the same position after other drafts, which may still use the matcher."""
         if earlier is not None:
@@ -221,7 +249,7 @@ class SlotMatchers:
             entry.failure = error
             raise
         if not drafts:
-            return _StepMasks(masks)
+            return _StepMasks(masks, forced=_forced_by(matcher, foresee))
         ahead = matcher.copy()
         try:
             for draft in drafts:
@@ -230,7 +258,7 @@ class SlotMatchers:
                 masks.append(self._mask(ahead))
         except ConstraintError:
             return _StepMasks(masks, gave_up=True)  # if these drafts stand, the slot fails at the next step
-        return _StepMasks(masks)
+        return _StepMasks(masks, forced=_forced_by(ahead, foresee))
 
     def _mask(self, matcher: Matcher) -> Words:
         words = np.zeros(self._words, dtype=np.uint32)
@@ -257,6 +285,16 @@ class SlotMatchers:
                 ThreadPoolExecutor(self._threads, thread_name_prefix=f"baton-masks-{name}") for name in ("decode", "prefill")
             )
         return (self._decodes if is_decode else self._prefills).submit(run)
+
+
+def _forced_by(matcher: Matcher, most: int) -> tuple[int, ...]:
+    """At most so many tokens; none of a matcher that gives up, which fails at the next step."""
+    if not most:
+        return ()
+    try:
+        return tuple(matcher.forced_tokens()[:most])
+    except ConstraintError:
+        return ()
 
 
 def _prepared(entry: _SlotMatcher) -> Future[_StepMasks]:

@@ -42,8 +42,8 @@ constexpr int NATIVE = 8;
 #else
 constexpr int NATIVE = 4;
 #endif
-typedef float Part __attribute__((vector_size(NATIVE * 4), aligned(4)));
-typedef uint32_t UPart __attribute__((vector_size(NATIVE * 4), aligned(4)));
+typedef float Wide __attribute__((vector_size(NATIVE * 4), aligned(4)));
+typedef uint32_t UWide __attribute__((vector_size(NATIVE * 4), aligned(4)));
 constexpr int MIXED_PARTS = NATIVE == LANES ? 4 : 2;  // as many as fit into the registers beside each other
 
 const IVec COUNT = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -117,17 +117,17 @@ struct Bf16 {
 #endif
     }
     // acc[i] += a[0] * b[i][0] + a[1] * b[i][1]
-    static Part multiply_add(Part acc, const Element* a, const Element* b) {
+    static Wide multiply_add(Wide acc, const Element* a, const Element* b) {
 #if defined(__AVX512BF16__)
         int32_t pair;
         std::memcpy(&pair, a, 4);
-        return reinterpret_cast<Part>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(acc),
+        return reinterpret_cast<Wide>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(acc),
                                                        reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair)),
                                                        reinterpret_cast<__m512bh>(_mm512_loadu_si512(b))));
 #else
-        UPart both = *reinterpret_cast<const UPart*>(b);
-        acc += reinterpret_cast<Part>(both << 16) * widen(a[0]);
-        return acc + reinterpret_cast<Part>(both & 0xffff0000u) * widen(a[1]);
+        UWide both = *reinterpret_cast<const UWide*>(b);
+        acc += reinterpret_cast<Wide>(both << 16) * widen(a[0]);
+        return acc + reinterpret_cast<Wide>(both & 0xffff0000u) * widen(a[1]);
 #endif
     }
 };
@@ -139,8 +139,8 @@ struct F32 {
     static Element narrowed(float x) { return x; }
     static Vec load16(const Element* p) { return load(p); }
     static void store16(Element* p, Vec x) { store(p, x); }
-    static Part multiply_add(Part acc, const Element* a, const Element* b) {
-        return acc + *reinterpret_cast<const Part*>(b) * a[0];
+    static Wide multiply_add(Wide acc, const Element* a, const Element* b) {
+        return acc + *reinterpret_cast<const Wide*>(b) * a[0];
     }
 };
 
@@ -247,15 +247,15 @@ namespace {
 // Each operation is a function with worksharing loops, which the threads of a team call together. An entry point makes a team
 // for one operation, or for a whole layer.
 
-inline Part& part(float* p) { return *reinterpret_cast<Part*>(p); }
+inline Wide& wide(float* p) { return *reinterpret_cast<Wide*>(p); }
 
 // scores[r][j] = Q[r] · K[j] for PARTS × NATIVE keys
 template <typename T, int ROWS, int PARTS>
 inline void score_panel(const typename T::Element* query, int query_stride, const typename T::Element* keys, int dim,
                         int block_size, float* scores, int score_stride) {
-    Part acc[ROWS][PARTS];
+    Wide acc[ROWS][PARTS];
     for (int r = 0; r < ROWS; r++)
-        for (int p = 0; p < PARTS; p++) acc[r][p] = Part{};
+        for (int p = 0; p < PARTS; p++) acc[r][p] = Wide{};
     for (int d = 0; d < dim; d += T::PAIR) {
         const typename T::Element* line = keys + static_cast<int64_t>(d) * block_size;
         for (int p = 0; p < PARTS; p++)
@@ -263,7 +263,7 @@ inline void score_panel(const typename T::Element* query, int query_stride, cons
                 acc[r][p] = T::multiply_add(acc[r][p], query + r * query_stride + d, line + p * NATIVE * T::PAIR);
     }
     for (int r = 0; r < ROWS; r++)
-        for (int p = 0; p < PARTS; p++) part(scores + r * score_stride + p * NATIVE) = acc[r][p];
+        for (int p = 0; p < PARTS; p++) wide(scores + r * score_stride + p * NATIVE) = acc[r][p];
 }
 
 template <typename T, int PARTS>
@@ -293,9 +293,9 @@ void score_block(const typename T::Element* query, int rows, const typename T::E
 template <typename T, int ROWS, int PARTS>
 inline void mix_panel(const typename T::Element* weights, int weight_stride, const typename T::Element* values, int dim,
                       int keys, float* out, int out_stride) {
-    Part acc[ROWS][PARTS];
+    Wide acc[ROWS][PARTS];
     for (int r = 0; r < ROWS; r++)
-        for (int p = 0; p < PARTS; p++) acc[r][p] = part(out + r * out_stride + p * NATIVE);
+        for (int p = 0; p < PARTS; p++) acc[r][p] = wide(out + r * out_stride + p * NATIVE);
     for (int j = 0; j < keys; j += T::PAIR) {
         const typename T::Element* line = values + static_cast<int64_t>(j) * dim;
         for (int p = 0; p < PARTS; p++)
@@ -303,7 +303,7 @@ inline void mix_panel(const typename T::Element* weights, int weight_stride, con
                 acc[r][p] = T::multiply_add(acc[r][p], weights + r * weight_stride + j, line + p * NATIVE * T::PAIR);
     }
     for (int r = 0; r < ROWS; r++)
-        for (int p = 0; p < PARTS; p++) part(out + r * out_stride + p * NATIVE) = acc[r][p];
+        for (int p = 0; p < PARTS; p++) wide(out + r * out_stride + p * NATIVE) = acc[r][p];
 }
 
 template <typename T, int PARTS>

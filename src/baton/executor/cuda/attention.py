@@ -125,7 +125,7 @@ class CudaAttention:
     def _turns_first(self) -> bool:
         """Whether rows are rotated before attention. Decodes without drafts rotate inside it."""
         decodes = self._batch.decodes
-        return decodes is not None and (decodes.queries > 1 or self._scratch.invariant)
+        return decodes is not None and (decodes.queries > 1 or decodes.share_slots or self._scratch.invariant)
 
     def _rotate(self, kv: LayerKv, spec: LayerSpec, heads: int, qkv: torch.Tensor, rotation: RotaryForm) -> torch.Tensor:
         tokens, dim = qkv.shape[0], spec.key_dim

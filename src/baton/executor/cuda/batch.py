@@ -59,6 +59,8 @@ class DecodePart:
     work: DecodeWork
     as_chunks: ChunkPart
     """The same rows as chunks of one tile each."""
+    share_slots: bool = False
+    """Several sequences may be rows of one slot, which attend to each other's keys."""
 
     @property
     def tokens(self) -> int:

@@ -25,6 +25,7 @@ from baton.core.start_stage import OnStage, no_stages
 from baton.executor.constraints.compiled_cache import NO_CONSTRAINTS, CompiledConstraints, MakeBackends, no_backends
 from baton.executor.contract import NO_KV, ExecutorShape, LayerDone
 from baton.executor.cuda.chunks import mixed_sizes
+from baton.executor.cuda.drafted_runner import mixed_row_sizes, row_sizes
 from baton.executor.cuda.drafting import propose_on_device
 from baton.executor.cuda.fuse import TOLERANCE, fuse_for_cuda
 from baton.executor.cuda.pool import CudaPool
@@ -102,6 +103,7 @@ class TorchCudaExecutor:
         step_tokens: int = 8192,
         burst: int = 1,
         proposer: DraftProposer = NAIVE,
+        constrained_burst: int = 0,
         attention: str = "auto",
         batch_invariant: bool = False,
         graphs: bool = True,
@@ -117,6 +119,7 @@ class TorchCudaExecutor:
             block_size=block_size,
             context_tokens=min(context_tokens or loaded.context_tokens, loaded.context_tokens),
             burst=burst,
+            constrained_burst=constrained_burst,
         )
         return cls.of(
             loaded, shape, step_tokens=step_tokens, kv_memory_bytes=kv_memory_bytes, proposer=proposer,
@@ -147,7 +150,7 @@ class TorchCudaExecutor:
         with torch.inference_mode():
             scratch = ProductScratch(device, batch_invariant)
             # A rehearsal of the largest step puts all its tokens into one sequence.
-            fuse_for_cuda(loaded, scratch, max(shape.context_tokens + shape.burst, step_tokens))
+            fuse_for_cuda(loaded, scratch, max(shape.context_tokens + shape.burst_max, step_tokens))
             if not shape.blocks:
                 on_stage("measuring what the largest step needs")
                 shape = blocks_that_fit(loaded, shape, scratch, step_tokens, kv_memory_bytes)
@@ -157,6 +160,9 @@ class TorchCudaExecutor:
                 on_stage("capturing graphs of steps")
                 stepper.runner.capture(buckets_upto(shape.slots))
                 stepper.runner.capture_mixed(mixed_sizes(step_tokens, shape.slots))
+                if stepper.drafted is not None:
+                    stepper.drafted.capture(row_sizes(stepper.drafted.rows_max))
+                    stepper.drafted.capture_mixed(mixed_row_sizes(step_tokens, stepper.drafted.rows_max))
             on_stage("warming up")
             warm_up(stepper, shape, step_tokens)
             torch.cuda.synchronize()  # steps run on another stream than the one that made their buffers

@@ -95,6 +95,27 @@ def prepare_decodes(
     tl.store(first_positions + row, first, mask=inside)
     tl.store(fed + row, count_fed, mask=inside)
 
+    cut_pieces(
+        context, row, inside, first_items, item_counts, piece_tokens, records, items, target_items, least_tokens, ITEMS, STEP
+    )
+
+
+@triton.jit
+def cut_pieces(
+    context,
+    row,
+    inside,
+    first_items,
+    item_counts,
+    piece_tokens,
+    records,
+    items,
+    target_items,
+    least_tokens,
+    ITEMS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Into how many pieces of which length attention over each context is cut (see `kernels_decode`)."""
     even = (tl.sum(context, 0) + target_items - 1) // target_items
     piece = tl.maximum(((even + STEP - 1) // STEP) * STEP, least_tokens)
     pieces = (context + piece - 1) // piece

@@ -24,6 +24,7 @@ from baton.core.engine.plan import Int32s, Int64s
 from baton.executor.constraints.slot_matchers import SlotMatchers
 from baton.executor.contract import ExecutorShape
 from baton.executor.cuda.drafting import Propose
+from baton.executor.cuda.forced_tokens import ForcedPlan, ForcedTokens
 from baton.executor.cuda.masks import MaskTable, MaskUploads, permit_something
 from baton.executor.cuda.report import ReportShape, StepReport, read_report
 from baton.executor.cuda.staging import StepDownload, StepDownloads
@@ -42,6 +43,8 @@ class DrawnSlots:
     """Of chunks."""
     decodes: Int32s
     """With the spare slot in place of those that do not decode."""
+    first_rows: Int64s
+    """Of each decode, the first of its rows among those of decodes."""
 
     @property
     def all(self) -> Int32s:
@@ -84,15 +87,18 @@ class MaskedDraws:
         """Without backends for constraints (`capable`) there is no memory for masks."""
         self._matchers = matchers
         self._vocabulary = vocabulary
-        self._queries = shape.burst
-        table = MaskTable.of(shape.slots * shape.burst if capable else 1, vocabulary, rows_max, device)
+        self._queries = shape.burst_max
+        self.forced = ForcedTokens(shape, device) if capable and shape.constrained_burst else None
+        """What the grammars force; None where it is not drafted."""
+        table = MaskTable.of(rows_max if capable else 1, vocabulary, rows_max, device)
         self._uploads = MaskUploads(table, device)
         self._known: Int64s = np.zeros(shape.slots, dtype=np.int64)
         self._expected: list[_Expected] = []
-        cells = shape.slots * (shape.burst - 1)
+        cells = shape.slots * (self._queries - 1)
         self._counts_at = cells + -cells % ALIGNMENT
         self._proposals = StepDownloads(self._counts_at + shape.slots, device)
         self._proposed: StepDownload | None = None
+        self._drafts_most = 0
         self._forward = torch.cuda.Event()
         """Whether the device has computed what the step draws from."""
 
@@ -103,6 +109,8 @@ class MaskedDraws:
     def start(self, slot: int, known: int) -> None:
         """A request begins in the slot with so many known tokens."""
         self._known[slot] = known
+        if self.forced is not None:
+            self.forced.start(slot)
 
     def concern(self, drawn: DrawnSlots) -> bool:
         """Whether some row has a constraint."""
@@ -110,12 +118,13 @@ class MaskedDraws:
             return False
         return bool(len(self._held(drawn.sampled)) or len(self._held(drawn.decodes)))
 
-    def propose(self, propose: Propose | None, named: torch.Tensor, drawn: DrawnSlots) -> None:
-        """Ask for the drafts that the next forward will feed to the slots `named`, so that they are here while it runs."""
+    def propose(self, propose: Propose | None, named: torch.Tensor, most: int, drawn: DrawnSlots) -> None:
+        """Ask for the drafts, at most so many each, that the next forward will feed to the slots `named`, so that they are
+        here while it runs."""
         self._proposed = None
         if propose is None or not len(self._held(drawn.decodes)):
             return
-        there, sequences = self._proposals.next(), len(named)
+        there, sequences, self._drafts_most = self._proposals.next(), len(named), most
         propose(named, there, there[self._counts_at :])
         self._proposed = self._proposals.fetch(self._counts_at + sequences)
 
@@ -151,7 +160,7 @@ class MaskedDraws:
         chunks, decodes = self._held(drawn.sampled), self._held(drawn.decodes)
         slots = np.concatenate([drawn.sampled[chunks], drawn.decodes[decodes]]).astype(np.int32)
         drafts, positions = self._drafts(len(chunks), decodes), self._known[slots]
-        self._matchers.prepare(slots, positions, drafts)
+        self._matchers.prepare(slots, positions, drafts, foresee=0 if self.forced is None else self._queries)
         late = self._matchers.late(
             slots,
             np.arange(len(slots)) >= len(chunks),
@@ -161,13 +170,12 @@ class MaskedDraws:
         draws = np.where(late, 0, drafts.counts.astype(np.int64) + 1)
         source = np.repeat(np.arange(len(slots)), draws)
         nth = np.arange(len(source)) - np.repeat(np.cumsum(draws) - draws, draws)
-        rows = np.concatenate([chunks, chunk_rows + decodes * self._queries])[source] + nth
+        rows = np.concatenate([chunks, chunk_rows + drawn.first_rows[decodes]])[source] + nth
         masks = self._matchers.masks(slots[source], positions[source] + nth)
         good = permit_something(masks.words, self._vocabulary)
         at = masks.rows[good]
-        entries = slots[source].astype(np.int64)[at] * self._queries + nth[at]
-        order = np.argsort(entries)
-        self._uploads.send(masks.words[good][order], entries[order], rows[at][order])
+        self._uploads.send(masks.words[good], np.arange(len(at)), rows[at])
+        self._foresee(slots[~late])
         failed = sorted([*rows[list(masks.failed)].tolist(), *rows[masks.rows[~good]].tolist()])
         return SentMasks(failed, decodes[late[len(chunks) :]])
 
@@ -183,10 +191,20 @@ class MaskedDraws:
             positions = np.arange(known - len(stood), known)
             self._matchers.record(np.full(len(stood), slot, dtype=np.int32), positions, stood)
 
+    def _foresee(self, slots: Int32s) -> None:
+        """Plan what is forced after the drafts of this step. A slot that sits out keeps its plan, which begins earlier."""
+        if self.forced is None:
+            return
+        plans = []
+        for slot in slots.tolist():
+            ahead = self._matchers.ahead(slot)
+            plans.append(ForcedPlan(slot, int(self._known[slot]), ahead.tokens, len(ahead.tokens) - ahead.fed - 1))
+        self.forced.send(plans)
+
     def _drafts(self, chunks: int, decodes: Int64s) -> DraftTokens:
         if self._proposed is None:
             return no_drafts(chunks + len(decodes))
-        words, most = self._proposed.wait(), self._queries - 1
+        words, most = self._proposed.wait(), self._drafts_most
         tokens = words[: self._counts_at][: (self._counts_at // most) * most].reshape(-1, most)[decodes]
         counts = words[self._counts_at :][decodes]
         return DraftTokens(

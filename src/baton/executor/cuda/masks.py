@@ -1,7 +1,7 @@
 """Masks on the device: one bit a token, copied there from pinned memory on a stream of their own.
 
-    table   [slots × positions of a draw, words]   the mask of position n of a slot is entry slot × positions + n
-    rows    [rows of a draw]                       the entry of each row, or NO_MASK
+    table   [entries, words]      the masks of a draw
+    rows    [rows of a draw]      the entry of each row, or NO_MASK
 
 All of it is allocated once, at full size, so that a draw which reads it can be captured in a CUDA graph.
 """

@@ -99,9 +99,12 @@ class ModelRunner:
         propose: Propose | None = None,
     ) -> None:
         self._model, self._layers = loaded.model, loaded.layers
-        self._shape, self._slots, self._pool, self._scratch = shape, slots, pool, scratch
+        self._shape, self._slots, self._pool, self.scratch = shape, slots, pool, scratch
         self.propose = propose
         self.queries = shape.burst
+        """Rows that a sequence feeds."""
+        self.width = shape.burst
+        """Most tokens of a decode: `drafts` has one less for each."""
         rows = step_tokens + shape.slots * shape.burst
         device = slots.known.device
 
@@ -176,10 +179,10 @@ class ModelRunner:
 
     def capture(self, sizes: list[int]) -> None:
         """Capture the graphs of decodes, which share one memory pool. A model that synchronises with the host has none."""
-        self.decode_slots.fill_(self._slots.spare)
+        self._fill_with_nobody()
         try:
             for size in sorted(sizes, reverse=True):
-                self._capture(size, partial(self._decode, size))
+                self._capture(size, partial(self._captured_decode, size))
         except RuntimeError as reason:
             log.warning("decode steps run kernel by kernel: they cannot be captured (%s)", str(reason).split("\n")[0])
             self._graphs.clear()
@@ -192,7 +195,7 @@ class ModelRunner:
         if not self._graphs or not sizes:
             return
         self.fill_up_to(sizes)
-        self.decode_slots.fill_(self._slots.spare)
+        self._fill_with_nobody()
         try:
             self._capture_mixed(sizes)
         except RuntimeError as reason:
@@ -209,7 +212,7 @@ class ModelRunner:
         self._framed = {tokens: self._frame_of(tokens) for tokens in sorted({size.tokens for size in sizes})}
 
     def _frame_of(self, tokens: int) -> _Framed:
-        frame = ChunkFrame(tokens, self._chunks_most, chunk_queries(self._scratch.invariant), self._slots.spare)
+        frame = ChunkFrame(tokens, self._chunks_most, chunk_queries(self.scratch.invariant), self._slots.spare)
         there = torch.from_numpy(frame.fill(NO_CHUNKS)).to(self._ids.device)
         return _Framed(frame, there, named_chunks([there[place] for place in frame.places]))
 
@@ -240,6 +243,13 @@ class ModelRunner:
         graph, drawn = self._graphs[size]
         graph.replay()
         return drawn
+
+    def _fill_with_nobody(self) -> None:
+        """What a capture computes changes no slot."""
+        self.decode_slots.fill_(self._slots.spare)
+
+    def _captured_decode(self, sequences: int) -> LogitRows:
+        return self._decode(sequences)
 
     def _decode(self, sequences: int) -> LogitRows:
         self._prepare(sequences, 0)
@@ -288,7 +298,7 @@ class ModelRunner:
     def _forward(
         self, batch: DeviceBatch, tokens: int, rows: torch.Tensor | None, written: Callable[[int], None] | None
     ) -> torch.Tensor:
-        attention = CudaAttention(batch, self._pool.layers, self._scratch, written)
+        attention = CudaAttention(batch, self._pool.layers, self.scratch, written)
         ids, positions = self._ids[:tokens].unsqueeze(0), self._positions[:tokens].unsqueeze(0)
         return forward(self._model, ids, positions, 0 if rows is None else rows, attention)
 

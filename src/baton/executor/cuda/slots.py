@@ -24,7 +24,7 @@ class DeviceSlots:
         def ints(*size: int, value: int = 0) -> torch.Tensor:
             return torch.full(size, value, dtype=torch.int32, device=device)
 
-        self.tokens = ints(rows, shape.context_tokens + shape.burst)
+        self.tokens = ints(rows, shape.context_tokens + shape.burst_max)
         self.tables = ints(rows, width, value=NO_BLOCK)
         """One entry wider than any sequence: drafts read one position beyond it."""
         self.known = ints(rows, value=1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
@@ -18,13 +18,15 @@ import numpy.typing as npt
 import torch
 import triton
 
-from baton.core.engine.plan import NO_INT32S, Int32s, Int64s, Logprobs, RowOutcome, StepPlan, StepResult
+from baton.core.engine.plan import NO_INT32S, NO_INT64S, Int32s, Int64s, Logprobs, RowOutcome, StepPlan, StepResult
 from baton.core.engine.request import PromptLogprobs
 from baton.core.errors import InvariantViolated
 from baton.executor.constraints.compiled_cache import NO_CONSTRAINTS, CompiledConstraints
 from baton.executor.contract import ExecutorShape, KvView
 from baton.executor.cuda.attention import chunk_queries
 from baton.executor.cuda.chunks import ChunkArrays, MixedSize, lay_out_chunks
+from baton.executor.cuda.drafted_runner import DraftedRunner, rows_most
+from baton.executor.cuda.forced_tokens import RowLayout
 from baton.executor.cuda.kernels_steps import DRY, RUNS, SITS_OUT, advance
 from baton.executor.cuda.masked_draws import DrawnSlots, MaskedDraws
 from baton.executor.cuda.pool import CudaPool
@@ -43,7 +45,7 @@ from baton.executor.slot_table import SlotTable
 from baton.executor.step_results import ResultRows, begin_rows, joined_logprobs
 
 Written = Callable[[int], None]
-NOTHING_DRAWN = DrawnSlots(NO_INT32S, NO_INT32S)
+NOTHING_DRAWN = DrawnSlots(NO_INT32S, NO_INT32S, NO_INT64S)
 
 
 @dataclass(slots=True)
@@ -68,6 +70,10 @@ class _Work:
     """Some row that is drawn has a constraint."""
     needs_host: bool = False
     """The host's sampler draws."""
+    left: Int32s = field(default_factory=lambda: NO_INT32S)
+    """Forced tokens that each decode should find planned."""
+    layout: RowLayout | None = None
+    """The rows of decodes, where some may be fed what their grammar forces."""
 
     @property
     def draws(self) -> bool:
@@ -78,13 +84,19 @@ class _Work:
         """Tokens of chunks."""
         return sum(feed.end - feed.begin for feed in self.feeds)
 
-    def note_failed(self, row: int, chunk_rows: int, queries: int) -> None:
+    @property
+    def rows(self) -> int:
+        """Sequences of the forward that decode: where there is a layout each of its rows is one."""
+        return len(self.decode_slots) if self.layout is None else len(self.layout.cells)
+
+    def note_failed(self, row: int, chunk_rows: int) -> None:
         """No token may be drawn for a row of the draw, of which the first `chunk_rows` are of chunks."""
         if row < chunk_rows:
             self.failed_rows[self.sampled_rows[row]] = 0
         else:
-            sequence, nth = divmod(row - chunk_rows, queries)
-            self.failed_rows[int(self.decode_rows[sequence])] = nth
+            first_rows = self.drawn.first_rows
+            sequence = int(np.searchsorted(first_rows, row - chunk_rows, side="right")) - 1
+            self.failed_rows[int(self.decode_rows[sequence])] = row - chunk_rows - int(first_rows[sequence])
 
 
 class LaunchedStep:
@@ -113,25 +125,35 @@ class StepRunner:
         device = slots.known.device
         self.runner = runner
         self._shape, self._slots, self._pool = shape, slots, pool
-        self._queries = shape.burst
         self._step_tokens = step_tokens
         self._tile_queries = chunk_queries(invariant)
         self._host = SlotTable(shape)
         """The slots as plans describe them, without the progress of decodes."""
-        rows = shape.slots * (1 + shape.burst)
+        rows = shape.slots + rows_most(shape)
         self._sampler = DeviceSampler(shape.slots, loaded.vocabulary, rows, device)
         self._shaping = Sampler(shape.slots, loaded.vocabulary, device, constraints)
         """Samples the rows that the device's sampler cannot."""
         capable = bool(constraints.versions)
         self.takes_constraints = capable
         self._masked = MaskedDraws(shape, loaded.vocabulary, rows, self._shaping.matchers, device, capable)
+        self.drafted: DraftedRunner | None = None
+        """For steps in which some decode may be fed what its grammar forces; None where that is never done."""
+        if self._masked.forced is not None:
+            propose = runner.propose
+            self.drafted = DraftedRunner(
+                loaded, shape, slots, pool, runner.scratch, step_tokens, self._masked.forced, propose
+            )
         self.masks_all = False
         """Draw as if some row had a constraint in every step; for compiling."""
+        self.forces_all = False
+        """Give every decode rows for forced tokens; for compiling."""
         self._scorer = PromptScorer(loaded.vocabulary, device)
         self._hidden = FinalHidden(loaded.model)
         self._drawn = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._cells = torch.zeros(shape.slots * shape.burst_max, dtype=torch.int32, device=device)
+        """What was drawn, where there is a layout, in the cells of decodes."""
         self._uploads = StepUploads(8 * step_tokens + 32 * shape.slots, device)
-        self._downloads = StepDownloads(shape.slots * (8 + shape.burst), device)
+        self._downloads = StepDownloads(shape.slots * (8 + shape.burst_max), device)
         self._decoding: Int32s | None = None
         """The contents of `decode_slots` on the device."""
 
@@ -149,14 +171,15 @@ class StepRunner:
         self._change_slots(plan, rows, told)
         work = self._choose(plan, rows)
         if work.feeds and written is None and not work.scored:  # a captured step cannot report layers or keep its states
-            work.size = self.runner.mixed_size(len(work.feeds), work.tokens, len(work.decode_slots))
+            work.size = self._runner_of(work).mixed_size(len(work.feeds), work.tokens, work.rows)
         logprobs: list[Logprobs] = []
         prompts: tuple[PromptLogprobs, ...] = ()
-        sequences = self._set_decodes(work)
-        shape = ReportShape(len(plan.stops), len(work.sampled_rows), sequences, self._queries)
+        runner, sequences = self._runner_of(work), self._set_decodes(work)
+        decodes = sequences if work.layout is None else self.runner.bucket(len(work.decode_slots))
+        shape = ReportShape(len(plan.stops), len(work.sampled_rows), decodes, runner.width)
         if work.feeds or len(work.decode_slots):
             if work.is_constrained and not work.needs_host:
-                self._masked.propose(self.runner.propose, self.runner.decode_slots[:sequences], work.drawn)
+                self._masked.propose(runner.propose, runner.decode_slots[:decodes], runner.width - 1, work.drawn)
             with self._hidden.kept() if work.scored else nullcontext():
                 drawn = self._forward(work, sequences, written)
             if work.draws:
@@ -219,10 +242,25 @@ class StepRunner:
         work.scored = self._scorer.ranges(work.feeds, work.feed_rows)
         self._choose_decodes(plan, rows, work)
         sampled = np.array([feed.slot for feed in work.feeds if feed.samples], dtype=np.int32)
-        work.drawn = DrawnSlots(sampled, work.decode_slots)
+        count = len(work.decode_slots)
+        work.drawn = DrawnSlots(sampled, work.decode_slots, np.arange(count, dtype=np.int64) * self._shape.burst)
         work.is_constrained = self._masked.concern(work.drawn)
         work.needs_host = self._sampler.needs_host(work.drawn.all)
+        self._lay_out_forced(work)
         return work
+
+    def _lay_out_forced(self, work: _Work) -> None:
+        """Give decodes rows for what their grammars force, if some have it planned."""
+        forced, count = self._masked.forced, len(work.decode_slots)
+        if forced is None or self.drafted is None or work.needs_host or not count:
+            return
+        left = np.full(count, self._shape.burst_max - 1, np.int32) if self.forces_all else forced.left(work.decode_slots)
+        if left.any():
+            work.left, work.layout = left, forced.lay_out(left, self.drafted.rows_max)
+            work.drawn = replace(work.drawn, first_rows=work.layout.first_rows)
+
+    def _runner_of(self, work: _Work) -> ModelRunner:
+        return self.runner if work.layout is None or self.drafted is None else self.drafted
 
     def _choose_decodes(self, plan: StepPlan, rows: ResultRows, work: _Work) -> None:
         table, slots = self._host, plan.decode_slots
@@ -240,12 +278,16 @@ class StepRunner:
         work.decode_slots = slots if work.held.all() else np.where(work.held, slots, self._slots.spare).astype(np.int32)
 
     def _set_decodes(self, work: _Work) -> int:
-        """Upload the slots that decode; returns their number, padded to that of a captured step."""
-        count = len(work.decode_slots)
+        """Upload the slots that decode; returns the sequences of the forward, padded to the number of a captured step."""
+        count = work.rows
         if work.size is not None:
             sequences = work.size.sequences
         else:
-            sequences = count if work.feeds or not count else self.runner.bucket(count)
+            sequences = count if work.feeds or not count else self._runner_of(work).bucket(count)
+        if work.layout is not None and self.drafted is not None:
+            (there,) = self._uploads.send([self.drafted.fill(work.decode_slots, work.left, work.layout)])
+            self.drafted.take(there)
+            return sequences
         if sequences and self._decoding is not work.decode_slots:  # plans with the same decodes share one array
             filled = np.full(self._shape.slots, self._slots.spare, dtype=np.int32)
             filled[:count] = work.decode_slots
@@ -257,17 +299,18 @@ class StepRunner:
     def _forward(self, work: _Work, sequences: int, written: Written | None) -> LogitRows:
         if work.feeds:
             return self._mixed(work, self._lay_out(work), sequences, written)
-        drawn = self.runner.decode(sequences)
+        drawn = self._runner_of(work).decode(sequences)
         if written is not None:
             for layer in range(len(self._pool.layers)):
                 written(layer)
         return drawn
 
     def _mixed(self, work: _Work, chunks: ChunkArrays, sequences: int, written: Written | None) -> LogitRows:
+        runner = self._runner_of(work)
         if work.size is None:
-            return self.runner.mixed(named_chunks(self._uploads.send(chunks)), sequences, written)
-        (filled,) = self._uploads.send([self.runner.frame(work.size).fill(chunks)])
-        return self.runner.mixed_filled(work.size, filled)
+            return runner.mixed(named_chunks(self._uploads.send(chunks)), sequences, written)
+        (filled,) = self._uploads.send([runner.frame(work.size).fill(chunks)])
+        return runner.mixed_filled(work.size, filled)
 
     def _lay_out(self, work: _Work) -> ChunkArrays:
         if work.tokens > self._step_tokens:
@@ -284,19 +327,19 @@ class StepRunner:
         if work.is_constrained:
             sent = self._masked.send(work.drawn, drawn.chunk_rows)
             for row in reversed(sent.failed):
-                work.note_failed(row, drawn.chunk_rows, self._queries)
+                work.note_failed(row, drawn.chunk_rows)
             if len(sent.late):
-                self._sit_out(sent.late)
+                self._sit_out(sent.late, self._runner_of(work).codes)
         mode = self._sampler.mode_of(work.drawn.all)
         self._sampler.draw(drawn.logits, drawn.slots, drawn.positions, out, mode, table)
         if work.is_constrained:
             self._masked.done()
         return []
 
-    def _sit_out(self, decodes: Int64s) -> None:
+    def _sit_out(self, decodes: Int64s, codes: torch.Tensor) -> None:
         """Nothing of what is drawn for these decodes stands."""
         (named,) = self._uploads.send([decodes.astype(np.int32)])
-        codes, at = self.runner.codes, named.long()
+        at = named.long()
         codes.index_copy_(0, at, torch.where(codes[at] == RUNS, SITS_OUT, codes[at]))
 
     def _draw_on_host(self, drawn: LogitRows, out: torch.Tensor, work: _Work) -> list[Logprobs]:
@@ -304,30 +347,31 @@ class StepRunner:
         rows without a block, at their limit or without a draft have no position. Rows whose masks are late sit out."""
         sampled_chunks = len(work.sampled_rows)
         slots = drawn.slots.cpu().numpy()
-        sequences = (len(slots) - drawn.chunk_rows) // self._queries
+        queries = self.runner.queries
+        sequences = (len(slots) - drawn.chunk_rows) // queries
         fed = self.runner.fed[:sequences].cpu().numpy()
         chunks, feeding = np.arange(sampled_chunks), np.flatnonzero(fed > 0)
         positions = drawn.positions.cpu().numpy().astype(np.int64)
-        firsts = np.concatenate([chunks, drawn.chunk_rows + feeding * self._queries])
+        firsts = np.concatenate([chunks, drawn.chunk_rows + feeding * queries])
         self._shaping.prepare(slots[firsts], positions[firsts], self._drafts_fed(sampled_chunks, fed))
         late = feeding[self._shaping.late(slots[firsts], np.arange(len(firsts)) >= sampled_chunks)[sampled_chunks:]]
         if len(late):
-            self._sit_out(late)
-        computed = np.arange(self._queries) < fed[:, None]
+            self._sit_out(late, self.runner.codes)
+        computed = np.arange(queries) < fed[:, None]
         computed[late] = False
         decodes = np.flatnonzero(computed.reshape(-1))
         real = np.concatenate([chunks, drawn.chunk_rows + decodes])
         rows = torch.from_numpy(real).to(out.device)
         sampled = self._shaping.sample(drawn.logits.index_select(0, rows).float(), slots[real], positions[real])
         for row in reversed(sampled.failed):
-            work.note_failed(int(real[row]), drawn.chunk_rows, self._queries)
+            work.note_failed(int(real[row]), drawn.chunk_rows)
         out[rows] = torch.from_numpy(sampled.tokens).to(out.device)
         unfilled = np.concatenate([chunks, sampled_chunks + decodes])
         return [msgspec.structs.replace(line, row=int(unfilled[line.row])) for line in sampled.logprobs]
 
     def _drafts_fed(self, chunks: int, fed: Int32s) -> DraftTokens:
         """The drafts behind each row that draws first for its slot: none for chunks, then those of the decodes."""
-        most = self._queries - 1
+        most = self.runner.queries - 1
         table = self.runner.drafts[: len(fed) * most].view(len(fed), most).cpu().numpy()
         tokens = np.concatenate([np.zeros((chunks, most), dtype=np.int32), table[fed > 0]])
         counts = np.concatenate([np.zeros(chunks, dtype=np.int32), fed[fed > 0] - 1]).astype(np.int32)
@@ -335,8 +379,11 @@ class StepRunner:
 
     def _advance(self, work: _Work, shape: ReportShape, chunk_rows: int, told: torch.Tensor) -> None:
         """Write the drawn tokens into the slots and the report."""
-        used, sampled, sequences, _ = shape
-        runner = self.runner
+        used, sampled, sequences, queries = shape
+        runner, drawn = self._runner_of(work), self._drawn[chunk_rows:]
+        if work.layout is not None and self.drafted is not None:
+            self.drafted.spread(drawn, work.rows, self._cells)
+            drawn = self._cells
         if sampled:
             (named,) = self._uploads.send([work.drawn.sampled])
             _launch_advance(
@@ -347,8 +394,8 @@ class StepRunner:
         if sequences:
             parts = [told[used + part * sequences :] for part in range(5)]
             _launch_advance(
-                self._slots, runner.decode_slots, self._drawn[chunk_rows:], runner.drafts, runner.codes, runner.fed,
-                sequences, self._queries, parts[4], parts[1], parts[2],
+                self._slots, runner.decode_slots, drawn, runner.drafts, runner.codes, runner.fed, sequences, queries,
+                parts[4], parts[1], parts[2],
             )  # fmt: skip
             parts[0][:sequences].copy_(runner.codes[:sequences])
             parts[3][:sequences].copy_(runner.fed[:sequences])
@@ -387,11 +434,11 @@ class StepRunner:
             counts[mine] = count
             drafted[mine] = np.maximum(fed - 1, 0)
             failed = _failed_decodes(work, told[1])
-            stands = np.arange(self._queries) < np.where(held & ~failed, told[1], 0)[:, None]
+            stands = np.arange(shape.queries) < np.where(held & ~failed, told[1], 0)[:, None]
             tokens = np.concatenate([tokens, yielded[stands]])
             if logprobs:
                 places = enumerate(work.decode_rows.tolist())
-                sources += [(row, shape.sampled + nth * self._queries, int(counts[row])) for nth, row in places]
+                sources += [(row, shape.sampled + nth * shape.queries, int(counts[row])) for nth, row in places]
         for row, before in work.failed_rows.items():
             if counts[row] > before:
                 rows.outcomes[row], counts[row] = RowOutcome.CONSTRAINT_FAILED, 0
@@ -404,7 +451,7 @@ class StepRunner:
             tokens=tokens.astype(np.int32),
             known=rows.known,
             logprobs=_placed(logprobs, sources) if logprobs else (),
-            drafted=drafted if self._queries > 1 else NO_INT32S,
+            drafted=drafted if self._shape.burst_max > 1 else NO_INT32S,
             prompt_logprobs=prompts,
         )
 

@@ -23,16 +23,16 @@ DECODES = 2
 def warm_up(stepper: StepRunner, shape: ExecutorShape, step_tokens: int) -> None:
     """Prefill each request beside the decodes of those before it, then decode all, then stop all. Done twice: with
     `on_layer` chunks run kernel by kernel, without it they are padded and captured where possible. A third time with masks,
-    if there may be constraints."""
+    if there may be constraints, and a fourth with rows for what they force."""
     plans = _plans(shape, step_tokens, [])
     for written in (_of_no_interest, None):
         for plan in plans:
             stepper.launch(plan, written).result()
-    if stepper.takes_constraints:
-        stepper.masks_all = True
+    for forced in [False] * stepper.takes_constraints + [True] * (stepper.drafted is not None):
+        stepper.masks_all, stepper.forces_all = True, forced
         for plan in plans:
             stepper.launch(plan, None).result()
-        stepper.masks_all = False
+    stepper.masks_all = stepper.forces_all = False
 
 
 def _of_no_interest(_layer: int) -> None: ...
