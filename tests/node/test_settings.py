@@ -10,8 +10,8 @@ import pytest
 from baton.core.config import BringBack, HandoverSettings, OnPreempt, SchedulerSettings, TierSettings, VictimPolicy
 from baton.core.setting import BadConfig
 from baton.executor.contract import ExecutorShape
-from baton.node.engine_setup import worker_config
-from baton.node.settings import EngineSettings, RoleName, decode_settings
+from baton.node.engine_setup import constrained_burst, worker_config
+from baton.node.settings import EngineSettings, ForcedDrafts, RoleName, decode_settings
 
 CHANGED = EngineSettings(
     "ipc://somewhere", None, b"\x00\xffsecret", cluster_key=b"key", waiting_max=7, slots=3, step_tokens=99, block_size=4,
@@ -50,3 +50,10 @@ def test_what_core_decides_with_is_what_was_set() -> None:
 def test_sizes_that_the_executor_chose_go_before_those_asked_for() -> None:
     config = worker_config(replace(CHANGED, slots=64, block_size=16), SHAPE)
     assert (config.slots, config.block_size) == (3, 4)
+
+
+@pytest.mark.parametrize(("asked", "cpu", "cuda"), [("auto", 8, 0), ("on", 8, 8), ("off", 0, 0)])
+def test_forced_tokens_are_drafts_where_the_device_or_the_operator_says(asked: str, cpu: int, cuda: int) -> None:
+    settings = EngineSettings("", None, b"", forced_drafts=ForcedDrafts(asked))
+    assert constrained_burst(settings) == cpu
+    assert constrained_burst(settings, drafts_forced=False) == cuda

@@ -34,7 +34,7 @@ from baton.executor.scripted import ScriptedExecutor
 from baton.node.devices import NAMES, choose_device, find_devices
 from baton.node.model_memory import OutOfMemory, check_gpu_memory, check_memory
 from baton.node.scripted_text import BYTE_VOCABULARY
-from baton.node.settings import CPU_KV_BYTES, DeviceChoice, EngineSettings, SpeculateMethod
+from baton.node.settings import CPU_KV_BYTES, DeviceChoice, EngineSettings, ForcedDrafts, SpeculateMethod
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -127,7 +127,7 @@ def _on_cpu(
         allocate=allocate,
         burst=settings.burst,
         proposer=proposer,
-        constrained_burst=_constrained_burst(settings),
+        constrained_burst=constrained_burst(settings),
         backends=partial(constraint_backends, folder),
         on_stage=on_stage,
     )
@@ -155,8 +155,11 @@ def _byte_backend() -> ConstraintBackend:
     return LlguidanceBackend(matching_tokenizer(byte_tokenizer(), BYTE_VOCABULARY, [BYTE_VOCABULARY - 1]))
 
 
-def _constrained_burst(settings: EngineSettings) -> int:
-    """How many tokens a decode with a constraint may yield: what fits into one block, and into a step with all slots."""
+def constrained_burst(settings: EngineSettings, drafts_forced: bool = True) -> int:
+    """How many tokens a decode with a constraint may yield: what fits into one block, and into a step with all slots.
+    0: as many as others. `drafts_forced`: whether the device does, unless the settings say."""
+    if settings.forced_drafts is ForcedDrafts.OFF or (settings.forced_drafts is ForcedDrafts.AUTO and not drafts_forced):
+        return 0
     return min(CONSTRAINED_BURST, settings.block_size, settings.step_tokens // settings.slots)
 
 
@@ -176,7 +179,7 @@ def _on_cuda(settings: EngineSettings, folder: Path, proposer: DraftProposer, on
         step_tokens=settings.step_tokens,
         burst=settings.burst,
         proposer=proposer,
-        constrained_burst=_constrained_burst(settings),
+        constrained_burst=constrained_burst(settings, drafts_forced=False),
         attention=settings.attention,
         batch_invariant=settings.batch_invariant,
         backends=partial(constraint_backends, folder),
@@ -222,7 +225,7 @@ def _scripted(settings: EngineSettings, allocate: Allocate) -> BuiltExecutor:
         block_size=settings.block_size,
         context_tokens=settings.context_tokens or 8192,
         burst=settings.burst,
-        constrained_burst=_constrained_burst(settings),
+        constrained_burst=constrained_burst(settings),
     )
     # Also under a router, whatever the role: the instances of a fleet have one model.
     layers = 1 if settings.router is None and not settings.has_peers else SCRIPTED_LAYERS

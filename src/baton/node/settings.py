@@ -96,6 +96,14 @@ class DeviceChoice(StrEnum):
     CUDA = "cuda"
 
 
+class ForcedDrafts(StrEnum):
+    """Whether tokens that a constraint forces are drafts. `auto`: on a CPU; on CUDA they have not been run on a device."""
+
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
+
+
 class SpeculateMethod(StrEnum):
     """The method that proposes draft tokens."""
 
@@ -500,6 +508,13 @@ class EngineSettings(SchedulerSettings, HandoverSettings, TierSettings, RecordSe
         ),
     ] = SpeculateMethod.OFF  # fmt: skip
     draft_tokens: Annotated[int, Setting("draft-tokens", Panel.DRAFTS, "Most tokens guessed for one decode.", 1)] = 4
+    forced_drafts: Annotated[
+        ForcedDrafts,
+        Setting(
+            "forced-drafts", Panel.DRAFTS,
+            "Compute several tokens that a constraint forces in one step. auto: on a CPU; on CUDA not yet run on a GPU.",
+        ),
+    ] = ForcedDrafts.AUTO  # fmt: skip
     ngram_min: Annotated[
         int, Setting("ngram-min", Panel.DRAFTS, "ngram: fewest last tokens that must have come before.", 1)
     ] = 2
