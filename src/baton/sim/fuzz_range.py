@@ -41,7 +41,7 @@ SIMULATED = (
         for name in (
             "constraints/compiled_cache", "constraints/constraint_error", "constraints/contract", "constraints/mask_digest",
             "constraints/scripted_backend", "constraints/version_skew", "contract", "counting", "fingerprint",
-            "model_shapes", "scripted",
+            "gguf_folder", "model_shapes", "scripted",
         )
     ),
 )  # fmt: skip
