@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGUFWriter
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers import modeling_gguf_pytorch_utils as gguf_reading
 
 from baton.executor import gguf_conversion
-from baton.executor.gguf_conversion import _read_model
+from baton.executor.gguf_conversion import take_floats
 
 HIDDEN, INNER, WORDS = 32, 64, 48
 TENSORS = {
@@ -50,10 +51,18 @@ def written(path: Path) -> Path:
     return path
 
 
+def read(gguf: Path, told: list[tuple[int, int]]) -> PreTrainedModel:
+    config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+    take_floats(gguf, model, torch.bfloat16, lambda done, total: told.append((done, total)))
+    return model
+
+
 def test_each_tensor_that_is_read_is_told(tmp_path: Path) -> None:
     bar = gguf_reading.tqdm
     told: list[tuple[int, int]] = []
-    model = _read_model(written(tmp_path / "small.gguf"), lambda done, total: told.append((done, total)))
+    model = read(written(tmp_path / "small.gguf"), told)
     assert told == [(done, len(TENSORS)) for done in range(len(TENSORS) + 1)]
     assert torch.equal(model.get_input_embeddings().weight, torch.zeros(WORDS, HIDDEN, dtype=torch.bfloat16))
     assert gguf_reading.tqdm is bar, "the library has its own again"
@@ -62,5 +71,5 @@ def test_each_tensor_that_is_read_is_told(tmp_path: Path) -> None:
 def test_a_library_that_shows_no_bar_tells_nothing_and_converts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf_conversion, "LIBRARY_BAR", "no_such_bar")
     told: list[tuple[int, int]] = []
-    _read_model(written(tmp_path / "small.gguf"), lambda done, total: told.append((done, total)))
+    read(written(tmp_path / "small.gguf"), told)
     assert not told

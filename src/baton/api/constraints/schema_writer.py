@@ -123,7 +123,7 @@ class SchemaWriter:
             node = step[1]
             path += step[0]
         path, schema = self._document.nearest(path)
-        words = [word for word in schema if word in RESTRICTING] if isinstance(schema, dict) else []
+        words = [word for word in schema if word in RESTRICTING] if isinstance(schema, dict) else ["false"]
         named = ", ".join(f"'{word}'" for word in words)
         reason = f"{named}: no value that ends satisfies the schema" if named else "no value that ends satisfies the schema"
         return self._document.refused(path, reason)
