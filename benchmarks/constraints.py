@@ -52,7 +52,7 @@ ACCEPTED_MIN = 0.9
 MASK_US_MAX = 1_000
 """At the 99th percentile."""
 QUOTED = re.compile(r"'([^']+)'")
-KEYWORDS = RESTRICTING | {*REFUSED, "dependentRequired"}
+KEYWORDS = RESTRICTING | {*REFUSED, "dependentRequired"} | {"false"}  # a whole schema, which has no other name
 BACKEND_NAMES = ("llguidance", "xgrammar")
 
 Row = dict[str, Any]
