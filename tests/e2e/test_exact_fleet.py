@@ -1,5 +1,5 @@
-"""The demo at default options, in bfloat16 on a CPU: its first answers are right and soon, and an instance that is killed in
-mid-answer changes not a letter."""
+"""The demo on a CPU, with the quantised weights of its file (the default) and in bfloat16: its first answers are right and
+soon, and an instance that is killed in mid-answer changes not a letter."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ QUESTIONS = (
 COMPANY = {"prompt": "A list of animals:", "max_tokens": 60, "temperature": 1}
 
 
-@pytest.fixture(scope="module")
-def demo() -> Iterator[FleetProcess]:
-    with baton_up("--demo") as fleet:
+@pytest.fixture(scope="module", params=["auto", "none"])
+def demo(request: pytest.FixtureRequest) -> Iterator[FleetProcess]:
+    with baton_up("--demo", "--quantization", request.param) as fleet:
         yield fleet
 
 
