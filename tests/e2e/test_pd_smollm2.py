@@ -10,8 +10,8 @@ from tests.support.server import ServerProcess, baton_serve
 pytestmark = pytest.mark.smollm2
 
 OPTIONS = (
-    "smollm2", "--dtype", "float32", "--threads", "1", "--kv-blocks", "64", "--served-model-name", "m",
-    "--max-num-batched-tokens", "32", "--max-num-seqs", "8",
+    "smollm2", "--dtype", "float32", "--quantization", "none", "--threads", "1", "--kv-blocks", "64",
+    "--served-model-name", "m", "--max-num-batched-tokens", "32", "--max-num-seqs", "8",
 )  # fmt: skip
 UNDECIDED = 1e-3
 """Of the two best log-probabilities: closer than float32 tells apart in another batch."""
